@@ -119,7 +119,9 @@ def defined(case: Case, x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, m
 def by_kernels(case: Case, x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     if case.training:
         with torch.no_grad():
-            mean, var = map_statistics(x, mean, var, 0.3)
+            batches = torch.tensor(41, device=x.device)
+            mean, var = map_statistics(x, mean, var, batches, 0.3)
+            assert int(batches) == 42
     options = (case.block, int(case.relu), int(case.training))
     return gated_norm(x, weight, bias, gate if case.gated else None, mean, var, options, 1e-3)
 
@@ -364,3 +366,15 @@ def test_a_training_step_is_captured_in_a_graph():
         return [loss.detach(), *torch.autograd.grad(loss, parameters)]
 
     assert_captured(step, x, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+@pytest.mark.parametrize("name", ["vgg", "basic blocks"])
+def test_gradient_checkpointing_changes_nothing(name, place):
+    model = some_network(name, place).train()
+    other = copy.deepcopy(model)
+    other.set_grad_checkpointing()
+    x = numbers(2, 3, 32, 32, seed=1, device=place[0], dtype=place[1]).contiguous(memory_format=torch.channels_last)
+    found, expected = step_of(other, x, None), step_of(model, x, None)
+    for key, right in expected.items():
+        torch.testing.assert_close(found[key], right, msg=lambda text, key=key: f"{key}: {text}")

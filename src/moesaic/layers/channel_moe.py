@@ -184,8 +184,6 @@ class ChannelMoE(_ChannelLayer):
                 f"ChannelMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
-        if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
-            self.norm.num_batches_tracked.add_(1)
         return self._run(x, self._call_routing_hooks(gate_out), gate_in)
 
     def _run(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> Tensor:

@@ -93,6 +93,13 @@ class Norm:
     training: bool
     batch: GlobalBatch | None = None
     """The batch over which statistics are taken in training, if it is spread over processes."""
+    batches: Tensor | None = None
+    """Of a ``ChannelConv``, the number of batches in training, which goes up by one with the running statistics."""
+
+    def count(self) -> None:
+        """Counts a batch in training."""
+        if self.training and self.batches is not None:
+            self.batches.add_(1)
 
     def apply(self, y: Tensor) -> Tensor:
         """BatchNorm of a map (B, O, H, W), for tensors (O,)."""

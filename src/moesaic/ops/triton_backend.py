@@ -32,7 +32,7 @@ from moesaic.routing_record import Routing
 if TYPE_CHECKING:
     from moesaic.ops.triton.operands import PatchOperands
 
-__all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available", "patch_operands"]
+__all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available", "norm_relu", "patch_operands"]
 
 _INSTALLED = find_spec("triton") is not None
 GATE_KINDS: dict[ExpertGate, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2, "softmax_experts": 3}
@@ -111,23 +111,39 @@ class TritonBackend(TorchBackend):
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
         y = dense_conv(x, conv)
         norm = conv.norm
-        if norm is None or _is_global(norm) or not _fits_gated_norm(y):  # a compiler fuses such passes itself
+        if norm is None or not _fits_gated_norm(y, norm):
             return apply_gates(y, gate_out, conv)
-        from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
-
-        mean, var = norm.running_mean, norm.running_var
-        if norm.training:
-            with torch.no_grad():
-                mean, var = map_statistics(y, mean, var, norm.momentum)
-        options = (conv.block_out, int(conv.activation == "relu"), int(norm.training))
         gates = gate_out.weights.squeeze(1)  # a selection's gradient would be a copy into zeros
-        return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
+        return _gated_norm(y, norm, gates, conv.block_out, relu=conv.activation == "relu")
 
 
-def _fits_gated_norm(y: Tensor) -> bool:
+def norm_relu(y: Tensor, norm: Norm) -> Tensor:
+    """ReLU of BatchNorm of a map (B, C, H, W), in one pass where the kernels run; counts the batch in training."""
+    if kernels_available(y) and _fits_gated_norm(y, norm):
+        return _gated_norm(y, norm, None, 1, relu=True)
+    norm.count()
+    return F.relu(norm.apply(y))
+
+
+def _fits_gated_norm(y: Tensor, norm: Norm) -> bool:
     """Whether the kernels for what follows a convolution run on its output."""
+    if _is_global(norm) or norm.batches is None:
+        return False
     values = y.numel() // max(y.shape[1], 1)
+    # a compiler fuses such passes itself
     return values > 1 and y.is_contiguous(memory_format=torch.channels_last) and is_plain_eager(y)
+
+
+def _gated_norm(y: Tensor, norm: Norm, gates: Tensor | None, block: int, *, relu: bool) -> Tensor:
+    from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
+
+    mean, var = norm.running_mean, norm.running_var
+    if norm.training:
+        assert norm.batches is not None
+        with torch.no_grad():
+            mean, var = map_statistics(y, mean, var, norm.batches, norm.momentum)
+    options = (block, int(relu), int(norm.training))
+    return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
 
 
 def _is_global(norm: Norm | None) -> bool:

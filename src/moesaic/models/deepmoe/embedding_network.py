@@ -10,12 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.models.resnet import LARGE_IMAGE, conv_bn
+from moesaic.ops import kernels_available
+from moesaic.ops.channel.bn_folding import batch_norm_tensors
+from moesaic.ops.eager import is_plain_eager
+from moesaic.ops.hooks import has_hooks
+from moesaic.ops.triton_backend import norm_relu
 
 __all__ = ["ConstantEmbedding", "EmbeddingNetwork", "embedding_macs", "embedding_widths", "unit_scale"]
 
@@ -58,9 +64,27 @@ class EmbeddingNetwork(nn.Module):
         self.in_channels = in_channels
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        embedding = self.body(x).mean((2, 3))
+        embedding = self._map(x).mean((2, 3))
         logits = self.head(embedding)
         return embedding if self.center is None else self.center(embedding), logits
+
+    def _map(self, x: Tensor) -> Tensor:
+        """What ``body`` computes; where GPU kernels run, BatchNorm and ReLU in one pass."""
+        if not (is_plain_eager(x) and kernels_available(x)) or has_hooks(self.body):
+            return self.body(x)
+        layers = list(self.body)
+        for conv, norm, relu in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
+            x = conv(x)
+            if _is_plain_norm(norm) and type(relu) is nn.ReLU and not (has_hooks(norm) or has_hooks(relu)):
+                x = norm_relu(x, batch_norm_tensors(norm))
+            else:
+                x = relu(norm(x))
+        return x
+
+
+def _is_plain_norm(norm: nn.Module) -> TypeGuard[nn.BatchNorm2d]:
+    """Whether a layer is torch's BatchNorm with weights and running statistics."""
+    return type(norm) is nn.BatchNorm2d and norm.affine and norm.track_running_stats and norm.momentum is not None
 
 
 class ConstantEmbedding(nn.Module):

@@ -17,7 +17,8 @@ def batch_norm_tensors(norm: nn.BatchNorm2d) -> Norm:
     assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
     batch = getattr(norm, "global_batch", None)
     statistics = (norm.running_mean, norm.running_var)
-    return Norm(norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, norm.training, batch)
+    counter = norm.num_batches_tracked
+    return Norm(norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, norm.training, batch, counter)
 
 
 @torch.no_grad()

@@ -46,6 +46,7 @@ def dense_conv(x: Tensor, conv: ChannelConv) -> Tensor:
 def apply_gates(y: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
     """What follows the convolution: BatchNorm, gates and activation."""
     if conv.norm is not None:
+        conv.norm.count()
         y = conv.norm.apply(y)
     y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
     return F.relu(y) if conv.activation == "relu" else y

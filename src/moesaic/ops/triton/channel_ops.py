@@ -25,14 +25,16 @@ from moesaic.ops.triton.launch import acc_dtype, placeholder, to_nchw, to_nhwc
 __all__ = ["gated_norm", "map_statistics", "topk_gates"]
 
 
-@direct_operator("moesaic::map_statistics", mutates=("running_mean", "running_var"))
-def map_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (C,) of a map; updates the running ones."""
-    return kernels.map_statistics(to_nhwc(x), running_mean, running_var, momentum)
+@direct_operator("moesaic::map_statistics", mutates=("running_mean", "running_var", "batches"))
+def map_statistics(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (C,) of a map; updates the running ones, and counts the batch."""
+    return kernels.map_statistics(to_nhwc(x), running_mean, running_var, batches, momentum)
 
 
 @map_statistics.register_fake
-def _(x, running_mean, running_var, momentum):
+def _(x, running_mean, running_var, batches, momentum):
     mean = x.new_empty(x.shape[1], dtype=acc_dtype(x.dtype))
     return mean, torch.empty_like(mean)
 

@@ -76,7 +76,7 @@ class GatedNormGradients(NamedTuple):
 @cached_launch
 @triton.jit
 def map_moments_kernel(
-    x, mean_out, m2_out, count_out, M, CHUNK,
+    x, mean_out, m2_out, count_out, batches, M, CHUNK,
     C: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Moments of a chunk of rows (M, C). Each tile has its own mean, so that little cancels."""
@@ -103,6 +103,8 @@ def map_moments_kernel(
     tl.store(m2_out + s * C + c, m2, mask=cm)
     if tl.program_id(1) == 0:
         tl.store(count_out + s, count)
+        if s == 0:
+            tl.store(batches, tl.load(batches) + 1)
 
 
 @triton.jit
@@ -269,8 +271,10 @@ def gated_norm_input_kernel(
     tl.store(out + at, d.to(out.dtype.element_ty), mask=mask)
 
 
-def map_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor, momentum: float) -> tuple[Tensor, Tensor]:
-    """Mean and variance (C,) of maps (B, H, W, C), in float32 at least; updates the running ones."""
+def map_statistics(
+    x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (C,) of maps (B, H, W, C), in float32 at least; updates the running ones, counts the batch."""
     C = x.shape[-1]
     M, acc_type = x.numel() // C, acc_dtype(x.dtype)
     BC = power_of_2(C, most=64)
@@ -280,7 +284,7 @@ def map_statistics(x: Tensor, running_mean: Tensor, running_var: Tensor, momentu
     flat = parts.view(-1)
     mean, m2, count = flat[: splits * C], flat[splits * C : 2 * splits * C], flat[2 * splits * C :]
     map_moments_kernel[(splits, ceil_div(C, BC))](
-        x, mean, m2, count, M, chunk, C=C, ACC=tl_acc(acc_type), BM=BM, BC=BC, STAGES=_STAGES, **num_warps(4)
+        x, mean, m2, count, batches, M, chunk, C=C, ACC=tl_acc(acc_type), BM=BM, BC=BC, STAGES=_STAGES, **num_warps(4)
     )
     all_mean, var = (torch.empty(C, dtype=acc_type, device=x.device) for _ in range(2))  # which must not share memory
     side = power_of_2(C, most=16)
