@@ -58,7 +58,7 @@ class Counted:
         return self.work(*arguments)
 
 
-def mixed(x: Tensor, others: list[Tensor | None], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def mixed(x: Tensor, others: list[Tensor | None], scale: float) -> tuple[Tensor, ...]:
     """Allocations, views, kernels on views, and torch operators, in and out of place."""
     small = torch.empty(3, 4, dtype=torch.float64)  # for kernels alone
     workspace = torch.empty(2, 3, 4, dtype=torch.float64)
@@ -68,7 +68,7 @@ def mixed(x: Tensor, others: list[Tensor | None], scale: float) -> tuple[Tensor,
     workspace[0] = small
     launch(workspace[1], workspace[0])
     y = torch.bmm(workspace, x.expand(2, 4, 4)[:, :, :2])
-    return y.permute(0, 2, 1), x.new_empty(0), workspace[1]
+    return y.permute(0, 2, 1), x.new_empty(0), workspace[1].float(), workspace.transpose(0, 1)[1].to(x.dtype, copy=True)
 
 
 def arguments(seed: int, other: bool = True):

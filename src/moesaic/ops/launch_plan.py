@@ -432,7 +432,7 @@ def _release(released: tuple[int, ...]) -> Step:
 
 def _call(func: Callable[..., Any], given: list[Any], named: dict[str, Any], made: list[int]) -> Step:
     if func is _aten._to_copy.default and set(named) == {"dtype"}:
-        func, given, named = Tensor.to, [*given, named["dtype"]], {}
+        func, given, named = Tensor.to, [*given, named["dtype"]], {"copy": True}
 
     def filled(value: Any, slots: list[Any]) -> Any:
         if isinstance(value, Place):
