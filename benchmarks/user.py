@@ -15,8 +15,10 @@ are reached.
     samples    SampleMoE with four ResNet18 against one, in its first steps and later: grouped, as a GPU runs them, and
                one by one
     channels   VGG-16 with gates in blocks of 32, a quarter open, against the plain one and BatchNorm folded
-    fit        images per second of `moesaic.training.fit`, WRN-pMoE over WRN: eager, from CUDA graphs and compiled;
-               and WRN-pMoE's as a share of what a captured step of the same batch allows
+    thread     the steps above again with torch.autograd.set_multithreading_enabled(False), for both
+    fit        images per second of `moesaic.training.fit`, WRN-pMoE over WRN: eager and from CUDA graphs; and those of
+               WRN-pMoE as a share of what a captured step of the same batch allows
+    compiled   the same with compile=True
 """
 
 import argparse
@@ -26,7 +28,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -214,18 +216,25 @@ def mlp(options: Options) -> Iterator[Row]:
     yield ratio("expert-choice MLP, 196 tokens: step", step_of(routed, x), step_of(dense, rows), options, 0.9, 1.0)
 
 
-def wrn(options: Options) -> Iterator[Row]:
+WRN_CASES = {
+    "faces B=128": (64, 2, 128, 1.05),
+    "CIFAR B=512": (32, 10, 512, 1.05),
+    "faces B=32": (64, 2, 32, 0.92),
+}
+
+
+def wrn_eager(options: Options) -> Iterator[Row]:
     """The whole network in a plain AMP loop."""
-    cases = {
-        "faces B=128": (64, 2, 128, 1.05),
-        "CIFAR B=512": (32, 10, 512, 1.05),
-        "faces B=32": (64, 2, 32, 0.92),
-    }
-    for name, (size, classes, batch, bar) in cases.items():
+    for name, (size, classes, batch, bar) in WRN_CASES.items():
         pair = _wrn_pair(size, classes, options)
         x = images(options.pick(batch, 2), size, options)
         ours, peer = (training_step(model, x, classes, options) for model in pair)
         yield ratio(f"WRN-pMoE, {name}: eager step", ours, peer, options, bar, 1.12)
+
+
+def wrn(options: Options) -> Iterator[Row]:
+    """The whole network in a plain AMP loop, eager and compiled."""
+    yield from wrn_eager(options)
     modes = {
         "default": (("faces B=128", 1.08, 1.15),),
         "reduce-overhead": (("faces B=128", 1.15, 1.25), ("CIFAR B=512", 1.2, 1.25)),
@@ -234,7 +243,7 @@ def wrn(options: Options) -> Iterator[Row]:
         return  # compiling takes minutes
     for mode, bars in modes.items():
         for name, bar, goal in bars:
-            size, classes, batch, _ = cases[name]
+            size, classes, batch, _ = WRN_CASES[name]
             torch.compiler.reset()
             pair = [torch.compile(model, mode=mode) for model in _wrn_pair(size, classes, options)]
             ours, peer = (training_step(model, images(batch, size, options), classes, options) for model in pair)
@@ -336,20 +345,44 @@ def channels(options: Options) -> Iterator[Row]:
         yield ratio(f"{what}, against plain", forward_of(ours, x), forward_of(plain, x), options, bar, goal)
         if batch == large:
             yield ratio(f"{what}, against folded", forward_of(ours, x), forward_of(folded, x), options, 1.2, 2.0)
-    x = images(large, 32, options)
-    pair = [on_device(model, options).float().train() for model in (gated, plain)]
-    steps = (training_step(model, x, 10, options) for model in pair)
+    yield from gated_training(options)
+
+
+def gated_training(options: Options) -> Iterator[Row]:
+    """A training step of gated VGG-16."""
+    torch.manual_seed(0)
+    plain = VGG16(10)
+    gated = deepmoe(VGG16(10), num_classes=10, image_size=32, block=32, mode="topk", keep=0.25)
+    x = images(options.pick(256, 2), 32, options)
+    steps = (training_step(on_device(model, options).train(), x, 10, options) for model in (gated, plain))
     yield ratio("gated VGG-16: training step", *steps, options, 0.6, 1.0)
+
+
+def calling_thread(options: Options) -> Iterator[Row]:
+    """Steps with the backward pass in the thread that calls it, where Python code of operators runs faster."""
+    with torch.autograd.set_multithreading_enabled(False):
+        for part in (layers, mlp, wrn_eager, gated_training):
+            for row in part(options):
+                if "forward" not in row.what:
+                    yield replace(row, what=f"{row.what}, one thread", bar=None, goal=None)
 
 
 def fitted(options: Options) -> Iterator[Row]:
     """Images per second in the last epoch of `fit`; graphs are what it uses by default, and the bars are for them."""
-    cases = {"faces B=128": (64, 2, 128), "CIFAR B=512": (32, 10, 512)}
     modes: dict[str, dict[str, Any]] = {"eager": {"cuda_graph": False}}
     if options.device == "cuda":
         modes |= {"CUDA graphs": {"cuda_graph": True}}
-    if not options.small:
-        modes |= {"compile=True": {"compile": True}}
+    yield from _fit_rows(modes, options)
+
+
+def fitted_compiled(options: Options) -> Iterator[Row]:
+    """The same with compiled networks."""
+    if not options.small:  # compiling takes minutes
+        yield from _fit_rows({"compile=True": {"compile": True}}, options)
+
+
+def _fit_rows(modes: dict[str, dict[str, Any]], options: Options) -> Iterator[Row]:
+    cases = {"faces B=128": (64, 2, 128), "CIFAR B=512": (32, 10, 512)}
     for name, (size, classes, batch) in cases.items():
         batch = options.pick(batch, 8)
         count = batch * options.pick(40, 2)
@@ -399,7 +432,9 @@ PARTS: dict[str, Callable[[Options], Iterator[Row]]] = {
     "timm": other_networks,
     "samples": samples,
     "channels": channels,
+    "thread": calling_thread,
     "fit": fitted,
+    "compiled": fitted_compiled,
 }
 
 

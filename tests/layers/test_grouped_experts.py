@@ -381,7 +381,8 @@ def test_on_a_cpu_experts_run_one_by_one_unless_told(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_gpu_groups_experts_by_default_and_waits_once(memory_format, monkeypatch):
+def test_a_gpu_that_benchmarks_groups_experts_by_default_and_waits_once(memory_format, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     calls = []
 
     def counted(*args: Any) -> Any:

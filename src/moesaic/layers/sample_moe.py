@@ -58,7 +58,8 @@ class SampleMoE(RoutedLayer):
         noise_in_eval: whether noise is added in eval mode too, as in the released code.
         generator: random number generator of the noise.
         grouped: whether experts in a list that are of one architecture run as one network; see below. None: on GPUs
-            only; True: on every device, and an error if the experts cannot; False: never.
+            with ``torch.backends.cudnn.benchmark``, where each new number of samples costs much time; True: on every
+            device, and an error if the experts cannot; False: never.
 
     Grouped, all experts take one pass, in which a layer is called once: convolutions as a grouped one, BatchNorm over
     each expert's own samples. It equals the loop over experts. Samples fill up few repeated sizes, at most half as many
@@ -180,8 +181,9 @@ class SampleMoE(RoutedLayer):
         return None
 
     def _may_group(self, x: Tensor, routing: Routing) -> bool:
-        # a CPU has no launches and few plans to save, and pays for the repeated samples: the loop is faster there
-        if self.grouped is False or (self.grouped is None and x.device.type != "cuda"):
+        # cuDNN's grouped convolutions are slower than the loop, but benchmarks of every new size are slower by far
+        wanted = x.device.type == "cuda" and torch.backends.cudnn.benchmark if self.grouped is None else self.grouped
+        if not wanted:
             return False
         if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
             return False

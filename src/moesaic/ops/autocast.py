@@ -21,4 +21,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
     """Returns a context manager that disables autocast on the device of ``x``."""
     device_type = x.device.type
-    return torch.autocast(device_type, enabled=False) if device_type != "meta" else nullcontext()
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # the context takes as long as an operator
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -40,6 +40,8 @@ GATE_KINDS: dict[ExpertGate, int] = {"softmax_selected": 0, "softmax_all": 1, "o
 _MAX_PATCHES = 1024
 """Patches of an image, which one program ranks against each other."""
 _CAPABILITY = (8, 0)
+_capable: dict[torch.device, bool] = {}
+"""Whether a device has the compute capability; torch looks it up anew each time."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -212,13 +214,22 @@ def kernel_refusal(x: Tensor) -> str | None:
         return "triton is not installed"
     if x.dtype not in _DTYPES:
         return f"the map is {x.dtype}; its kernels are for bfloat16, float16 and float32"
-    if torch.cuda.get_device_capability(x.device) < _CAPABILITY:
+    if not _is_capable(x.device):
         return f"the device's compute capability is below {_CAPABILITY[0]}.{_CAPABILITY[1]}"
     if x.shape[0] == 0:
         return "the batch is empty"
     if torch.onnx.is_in_onnx_export():
         return "ONNX does not know its kernels"
     return None
+
+
+def _is_capable(device: torch.device) -> bool:
+    if torch.compiler.is_compiling():
+        return torch.cuda.get_device_capability(device) >= _CAPABILITY
+    found = _capable.get(device)
+    if found is None:
+        found = _capable[device] = torch.cuda.get_device_capability(device) >= _CAPABILITY
+    return found
 
 
 def _norm_statistics(

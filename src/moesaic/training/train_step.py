@@ -8,7 +8,7 @@ graphs (`step_graphs`): learning rates and the weight of the EMA.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -161,8 +161,14 @@ class TrainStep:
             loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / size
             extra = len(x) / size * extra
         factor = self.parallel.loss_factor * size / samples
-        self._scaler.scale(factor * (loss + extra)).backward()
+        with self._backward_threads():
+            self._scaler.scale(factor * (loss + extra)).backward()
         return loss, logits
+
+    def _backward_threads(self) -> AbstractContextManager[None]:
+        """Inside, a backward pass on one GPU runs in this thread: Python code of operators is slower in autograd's."""
+        alone = self.parallel.ranks is None and self.device.type == "cuda"
+        return cast("Any", torch.autograd.set_multithreading_enabled(False)) if alone else nullcontext()
 
     def outputs(self, x: Tensor) -> Tensor:
         """(B, classes): the logits of images, as float32 at least."""
