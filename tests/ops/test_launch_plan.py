@@ -259,7 +259,7 @@ def test_new_tiles_make_new_plans():
     assert work.runs == 2
 
 
-def test_plans_rest_while_tiles_are_timed_and_where_somebody_watches(monkeypatch):
+def test_nothing_is_planned_while_tiles_are_timed_or_a_profiler_hooks_into_launches(monkeypatch):
     work = Counted(lambda x: x + 1)
     planned = LaunchPlans(work)
     with tile_sizes._recording():
@@ -271,7 +271,7 @@ def test_plans_rest_while_tiles_are_timed_and_where_somebody_watches(monkeypatch
     assert work.runs == 2
 
 
-def test_only_so_many_plans_are_kept(monkeypatch):
+def test_plans_are_limited_in_number(monkeypatch):
     monkeypatch.setattr(launch_plan, "_MOST", 3)
     planned = LaunchPlans(lambda x: x + 1)
     for size in range(1, 7):

@@ -204,7 +204,7 @@ class Recorder(TorchDispatchMode):
             outputs = [self.place(each) for each in _as_tensors(result)]
         except _Unplannable:
             return None
-        kept = {each.slot for each in outputs} | set(range(self._inputs))
+        retained = {each.slot for each in outputs} | set(range(self._inputs))
         arena = _Arena()
         steps: list[Step] = [arena.allocate]
         last: dict[int, int] = {}
@@ -212,9 +212,11 @@ class Recorder(TorchDispatchMode):
             last.update(dict.fromkeys(used, number))
         for number, step in enumerate(self._steps):
             memory = self._allocated.get(number)
-            if memory is None or not arena.takes(memory, memory.place.slot in kept | self._as_tensors):
+            if memory is None or not arena.takes(memory, memory.place.slot in retained | self._as_tensors):
                 steps.append(step)
-            released = [slot for slot in self._used[number] if last[slot] == number and slot not in kept | arena.slots]
+            released = [
+                slot for slot in self._used[number] if last[slot] == number and slot not in retained | arena.slots
+            ]
             if released:
                 steps.append(_release(tuple(released)))
         if not arena.slots:

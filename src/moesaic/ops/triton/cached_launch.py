@@ -148,7 +148,7 @@ def _replay(grid: tuple[int, ...], placed: list[Any], launch: tuple[Any, ...]) -
 
 
 def _is_watched() -> bool:
-    """Whether a profiler wants to be told of launches."""
+    """Whether a profiler hooks into launches."""
     return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
 
 
