@@ -137,6 +137,9 @@ def test_every_other_model_is_compared_with_the_first():
 def test_the_level_of_a_model_that_is_always_ahead_is_what_it_reaches_with_the_fewest_labels():
     saving = only(comparison(SIZES, noisy(60, 70, 80), noisy(85.6, 90, 95))).saving
     assert saving.level == 85
+    little = (-0.1, 0.0, 0.1)  # half a point ahead is ahead
+    saving = only(comparison(SIZES, noisy(60, 70, 80, noise=little), noisy(80.5, 90, 95, noise=little))).saving
+    assert (saving.level, saving.beyond) == (80, True)
     # ahead by what may be chance, or no further than guessing
     for tables, guessing in (((noisy(60, 70, 80), noisy(80.1, 90, 95, noise=(-3, 0, 3))), 40.0),
                              ((noisy(50, 50, 50), noisy(60, 61, 62)), 60.0)):  # fmt: skip
@@ -194,6 +197,12 @@ def test_nothing_is_outside_what_is_possible():
         assert pair.within <= 100
         if pair.saving is not None:
             assert pair.saving.share.high <= 100
+
+
+def test_what_training_takes_begins_at_nothing_where_trials_differ_more_than_their_mean():
+    early, late = noisy(50, 60, 70, noise=(0, 0)), [[80.0, 80.0], [85.0, 85.0], [70.0, 99.9]]
+    effort = only(comparison(SIZES, early, late)).work.efforts[1]
+    assert effort.flops.low == effort.seconds.low == 0 < effort.seconds.value < effort.seconds.high
 
 
 def sequential(found, fewer: int = 0):
