@@ -1,5 +1,6 @@
 """Files of tensors: every flipped bit is noticed, or changes nothing."""
 
+import errno
 import random
 from contextlib import suppress
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from moesaic import tensor_files
 from moesaic.tensor_files import open_tensors, write_tensors
 from moesaic.validated_json import InvalidFile
 
@@ -67,3 +69,12 @@ def test_other_metadata_needs_no_checksum_but_cannot_pass_for_ours(tmp_path):
         assert file.tensors()["x"].tolist() == [0, 0]
         with pytest.raises(InvalidFile, match="not one that moesaic wrote"):
             file.content()
+
+
+def test_a_file_that_cannot_be_written_is_told_with_its_size(tmp_path, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_files, "write_atomic", full)
+    with pytest.raises(OSError, match=r"of 1\.2 MB could not be written .*; there is none before it"):
+        write_tensors(tmp_path / "file", {"weight": torch.zeros(300_000)}, {})

@@ -445,6 +445,16 @@ def test_one_process_is_no_job():
     assert create_parallel("fsdp", CPU).ranks is None
 
 
+def test_a_rank_takes_the_gpu_of_its_place_on_the_machine_unless_one_is_named(monkeypatch):
+    cuda, third = torch.device("cuda"), torch.device("cuda", 2)
+    assert [ranks_module.local_device(each) for each in (CPU, cuda, third)] == [CPU, cuda, third], "outside of a job"
+    job = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    found = [ranks_module.local_device(each) for each in (CPU, cuda, third)]
+    assert found == [CPU, torch.device("cuda", 1), third]
+
+
 def test_a_norm_with_a_forward_of_its_own_is_refused():
     class OwnNorm(nn.BatchNorm2d):
         def forward(self, x: Tensor) -> Tensor:
