@@ -122,6 +122,16 @@ def test_eager_calls_do_not_pass_the_dispatcher(inputs, monkeypatch):
     assert calls == ["Tensor"]
 
 
+def test_eager_calls_without_gradients_do_not_pass_autograd(inputs, monkeypatch):
+    monkeypatch.setattr(scaled_transpose, "operator", None)
+    monkeypatch.setattr(scaled_transpose, "_function", None)
+    x, weight, constants, power = inputs
+    with torch.no_grad():
+        scaled_transpose(*inputs)
+    scaled_transpose(x.detach(), weight.detach(), constants, power)
+    assert calls == ["Tensor"] * 2
+
+
 def test_modes_see_the_operator():
     with FakeTensorMode():
         x = torch.empty(3, 5, dtype=torch.float64)

@@ -40,7 +40,15 @@ def all_reduce_sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def average_gradient(weight: Tensor, divisor: int, groups: tuple[dist.ProcessGroup, ...]) -> Tensor:
-    """Returns the weight; its gradient is divided by ``divisor`` and averaged over the ranks of each group."""
+    """Returns the weight; its gradient is divided by ``divisor`` and averaged over the ranks of each group.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> average_gradient(weight, 4, (dist.distributed_c10d._get_default_group(),)).sum().backward()
+    >>> weight.grad
+    tensor([0.2500, 0.2500])
+    >>> dist.destroy_process_group()
+    """
     return cast(Tensor, _AverageGradient.apply(weight, divisor, groups))
 
 
