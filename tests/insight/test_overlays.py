@@ -179,6 +179,9 @@ def test_any_number_of_experts_patches_and_pixels_can_be_drawn(experts, patches,
         box = axes.get_position()
         assert 0 <= box.x0 < box.x1 <= 1
         assert 0 <= box.y0 < box.y1 <= 1
+    top = max(axes.get_position().y1 for axes in figure.axes)
+    assert len(figure.texts) == 2
+    assert all(0 <= text.get_position()[0] < 1 and top < text.get_position()[1] < 1 for text in figure.texts)
 
 
 @pytest.mark.parametrize(

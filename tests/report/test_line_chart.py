@@ -29,6 +29,15 @@ def test_every_value_is_a_point_within_the_frame_with_its_number(values):
     assert "a &lt; b" in chart.svg
 
 
+def test_numbers_and_names_of_axes_lie_within_the_picture():
+    chart = LineChart("Loss", "", (1, 5, 9), (Line("loss", (1.0, 3.0, 2.0)),))
+    svg = ElementTree.fromstring(chart.svg)
+    _, _, width, height = map(float, svg.get("viewBox").split())
+    texts = [text for text in svg.iter() if text.tag.endswith("text")]
+    assert {"epoch", "1", "9", "3"} <= {text.text for text in texts}
+    assert all(0 < float(text.get("x")) < width and 0 < float(text.get("y")) < height for text in texts)
+
+
 def test_larger_values_are_higher_and_later_ones_further_right():
     chart = LineChart("Loss", "", (1, 5, 9), (Line("loss", (1.0, 3.0, 2.0)),))
     (x1, y1), (x2, y2), (x3, y3) = points(chart)
