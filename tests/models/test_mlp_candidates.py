@@ -150,6 +150,8 @@ def with_shared_weights() -> nn.Module:
         (mlp(nn.Linear(4, 8), nn.GELU(), nn.Conv2d(8, 4, 1)), "a Linear and a Conv2d"),
         (mlp(nn.Conv2d(4, 8, 3, padding=1), nn.GELU(), nn.Conv2d(8, 4, 1)), "'0.0', which is no plain 1×1"),
         (mlp(*(nn.Linear(4, 4) for _ in range(3))), "3 Linear or Conv2d layers .* gated"),
+        (mlp(*(nn.Linear(4, 4) for _ in range(4))), "4 Linear or Conv2d layers of its own; an MLP has two"),
+        (mlp(*(nn.Conv2d(4, 4, 1) for _ in range(3))), "3 Linear or Conv2d layers of its own; an MLP has two"),
         (mlp(spectral_norm(nn.Linear(4, 8)), nn.GELU(), nn.Linear(8, 4)), "'0.0', which has a parametrised weight"),
         (with_shared_weights(), "which shares its weights"),
         (hooked(mlp(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), "1"), "has '0.1', which has forward hooks"),

@@ -59,6 +59,11 @@ def test_experts_on_2_of_16_patches_cost_an_eighth_plus_the_router():
     assert counted.routed_share == dense / (dense + 16 * 16 * 3 * 8)
 
 
+def test_a_router_on_its_own_costs_its_scores_of_all_patches():
+    (row,) = count_macs(TokenChoice(8, 5, top_k=1, patch_size=4), (8, 12, 16)).layers
+    assert row.macs == row.dense_macs == 3 * 4 * 5 * (8 * 4 * 4)
+
+
 def test_experts_on_all_patches_cost_the_convolution_plus_the_router():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=16, patch_size=4, kernel_size=3)
     convolution = count_macs(nn.Conv2d(8, 12, 3, padding=1), (8, 16, 16))
