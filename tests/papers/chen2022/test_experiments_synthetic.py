@@ -157,6 +157,21 @@ def test_tracks_have_a_place_for_every_look(found: dict[str, CellArrays], name: 
 
 
 @each_mixture
+def test_tracks_are_kept_with_five_significant_digits(found: dict[str, CellArrays], name: str):
+    tracks = [values.ravel() for key, values in found[name].items() if key.startswith("track_")]
+    values = np.concatenate(tracks).tolist()
+    np.testing.assert_allclose(values, [float(f"{value:.5g}") for value in values], rtol=1e-12)
+    assert any(value != pytest.approx(float(f"{value:.4g}"), rel=1e-12) for value in values)
+
+
+def test_experts_are_judged_on_all_samples_however_many_are_computed_at_a_time(tmp_path: Path):
+    cell = replace(CELLS["print cubic"], schedule=replace(SHORT, steps=1), trials=1, test_samples=2100)
+    test = ClusterPatches.setting(cell.setting).draw(keyed_random.keys(0, [0]), 2100, "test")
+    shares = expert_shares(trained_again(cell).mixtures, test)
+    np.testing.assert_allclose(measured(tmp_path, cell)["expert_accuracy"][0], shares, atol=0.005)
+
+
+@each_mixture
 def test_looks_are_at_the_networks_as_they_are_then(found: dict[str, CellArrays], name: str):
     cell, result = CELLS[name], found[name]
     states: dict[tuple[int, int], Mixtures] = {}

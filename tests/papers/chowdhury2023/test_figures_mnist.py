@@ -53,6 +53,13 @@ def test_sweeps_have_a_line_for_each_fixed_number_of_samples():
     ]
 
 
+def test_the_sweep_of_l_leaves_one_out():
+    results = {f"fig7/N=300/{l}": result([50.0 + l, 52.0 + l]) for l in (1, 2, 4)}
+    (line,) = drawn(results)["figure-7"].panels[0].series
+    assert (line.x, line.y) == ((2, 4), (53, 55))
+    assert line.spread == pytest.approx((2**0.5,) * 2)
+
+
 def test_routers_are_shown_by_their_top_l_and_gates_by_class():
     routed = np.arange(2 * 2 * 16).reshape(2, 2, 16) / 100
     gates = np.array([[0.1, 0.9], [0.3, 0.7]])
