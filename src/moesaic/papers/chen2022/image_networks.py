@@ -100,8 +100,8 @@ def released_image_mixture(
 
     >>> import torch
     >>> mixture = released_image_mixture("cnn", num_classes=2)
-    >>> mixture(torch.zeros(5, 3, 32, 32)).sum(1)
-    tensor([1., 1., 1., 1., 1.], grad_fn=<SumBackward1>)
+    >>> torch.allclose(mixture(torch.zeros(5, 3, 32, 32)).sum(1), torch.ones(5))
+    True
     """
     check_positive("released_image_mixture", experts=experts)
     networks = [image_network(name, num_classes) for _ in range(experts)]
