@@ -48,7 +48,9 @@ def case(
     size: tuple[int, ...], affine: bool, device: str, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> tuple[list[Tensor | None], Tensor]:
     """Samples, scale and shift that need gradients; the gradient of the outputs, 0 of repeated samples."""
-    x = torch.randn(S, E * C, *size).add(0.5).to(device, dtype)
+    # samples that are apart: where two are nearly equal, the gradient is a difference of large numbers
+    apart = torch.arange(S).remainder(2).mul(3).view(S, *[1] * (1 + len(size)))
+    x = torch.randn(S, E * C, *size).mul(0.4).add(apart).add(0.5).to(device, dtype)
     used_SE, share_SE = used_and_share(device, dtype)
     grad = torch.randn(S, E, C, *size).to(used_SE) * used_SE.view(S, E, *[1] * (1 + len(size)))
     grad = grad.flatten(1, 2)
