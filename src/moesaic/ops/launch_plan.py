@@ -1,7 +1,7 @@
 """Launch plans: what an operator does on the device, recorded once per shape and replayed without its Python code.
 
-An operator of ours computes grids, tiles, strides and sizes of workspaces in Python, and from the metadata of its
-arguments alone. In eager mode that takes the host several times as long as the GPU needs for the kernels. The first
+An operator of ours computes grids, tiles, strides and sizes of workspaces in Python, from the metadata of its arguments
+alone. In eager mode that takes the host several times as long as the GPU needs for the kernels. The first
 call of a kind (`LaunchPlans`) is recorded: allocations, launches of kernels, and the torch operators between them.
 Views are not: they are offsets in the addresses of launches. Later calls replay the list with other addresses.
 Workspaces are released after their last use, so that memory is that of the recorded call or less.

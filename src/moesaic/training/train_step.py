@@ -161,11 +161,11 @@ class TrainStep:
             loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / size
             extra = len(x) / size * extra
         factor = self.parallel.loss_factor * size / samples
-        with self._backward_threads():
+        with self._calling_thread():
             self._scaler.scale(factor * (loss + extra)).backward()
         return loss, logits
 
-    def _backward_threads(self) -> AbstractContextManager[None]:
+    def _calling_thread(self) -> AbstractContextManager[None]:
         """Inside, a backward pass on one GPU runs in this thread: Python code of operators is slower in autograd's."""
         alone = self.parallel.ranks is None and self.device.type == "cuda"
         return cast("Any", torch.autograd.set_multithreading_enabled(False)) if alone else nullcontext()
