@@ -1,50 +1,21 @@
 """A launch plan does again what an operator did, on other tensors of the same kind."""
 
-import ctypes
 import gc
 import weakref
 
 import pytest
 import torch
-from launch_plans import record
+from launch_plans import arguments, assert_same, launch, mixed, record
 from torch import Tensor
 
 from moesaic.ops import launch_plan, tile_sizes
-from moesaic.ops.launch_plan import LaunchPlans, Place, Recorder, recorder
+from moesaic.ops.launch_plan import LaunchPlans, Recorder, recorder
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(launch_plan, "_planned", {"cpu"})
     monkeypatch.setattr(LaunchPlans, "_record", record)  # without the replay that other tests add
-
-
-def add_doubles(source: int, target: int, count: int) -> None:
-    """A kernel: adds doubles at one address to those at another."""
-    pointer = ctypes.POINTER(ctypes.c_double)
-    x, y = ctypes.cast(source, pointer), ctypes.cast(target, pointer)
-    for i in range(count):
-        y[i] += x[i]
-
-
-def launch(source: Tensor, target: Tensor) -> None:
-    """Launches the kernel as a cached launch does."""
-    count = source.numel()
-    add_doubles(source.data_ptr(), target.data_ptr(), count)
-
-    def make(placed):
-        one, other = placed
-        assert isinstance(one, Place)
-        assert isinstance(other, Place)
-
-        def replay(slots, addresses, stream):
-            add_doubles(addresses[one.slot] + one.byte, addresses[other.slot] + other.byte, count)
-
-        return replay
-
-    recording = recorder()
-    if recording is not None:
-        recording.add_launch(make, (source, target))
 
 
 class Counted:
@@ -56,31 +27,6 @@ class Counted:
     def __call__(self, *arguments):
         self.runs += 1
         return self.work(*arguments)
-
-
-def mixed(x: Tensor, others: list[Tensor | None], scale: float) -> tuple[Tensor, ...]:
-    """Allocations, views, kernels on views, and torch operators, in and out of place."""
-    small = torch.empty(3, 4, dtype=torch.float64)  # for kernels alone
-    workspace = torch.empty(2, 3, 4, dtype=torch.float64)
-    small.zero_() if others[0] is None else small.copy_(others[0])
-    launch(x[1:].T.contiguous().view(-1)[:6], small.view(-1)[6:])
-    torch.mul(small, scale, out=workspace[1])
-    workspace[0] = small
-    launch(workspace[1], workspace[0])
-    y = torch.bmm(workspace, x.expand(2, 4, 4)[:, :, :2])
-    return y.permute(0, 2, 1), x.new_empty(0), workspace[1].float(), workspace.transpose(0, 1)[1].to(x.dtype, copy=True)
-
-
-def arguments(seed: int, other: bool = True):
-    torch.manual_seed(seed)
-    x, other_ = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    return x, [other_ if other else None, None], 0.5 + seed
-
-
-def assert_same(found, expected):
-    for one, two in zip(found, expected, strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
-        assert torch.equal(one, two)
 
 
 def test_a_replay_equals_the_code_on_other_numbers():

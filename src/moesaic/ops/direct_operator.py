@@ -7,21 +7,41 @@ not: there a `DirectOperator` runs the same implementation, with the same gradie
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
+from operator import is_
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from moesaic.ops.launch_plan import LaunchPlans
+from moesaic.ops.launch_plan import LaunchPlans, Parts, parts_of
 
 __all__ = ["DirectOperator", "direct_operator"]
 
 _PLAIN = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+
+
+class _Given(threading.local):
+    """Parts of the arguments that a function of autograd is about to be applied to."""
+
+    arguments: tuple[Any, ...] = ()
+    parts: Parts | None = None
+
+    def take(self, arguments: tuple[Any, ...]) -> Parts:
+        """The parts of these arguments, if they are the given ones; autograd may have unwrapped some."""
+        given, parts = self.arguments, self.parts
+        self.arguments, self.parts = (), None
+        if parts is None or len(given) != len(arguments) or not all(map(is_, given, arguments)):
+            return parts_of(arguments)
+        return parts
+
+
+_given = _Given()
 
 
 class DirectOperator:
@@ -47,14 +67,14 @@ class DirectOperator:
         parameters = implementation.__code__.co_varnames[: implementation.__code__.co_argcount]
         self._mutated = tuple(parameters.index(each) for each in mutates)
 
-    def run(self, arguments: tuple[Any, ...]) -> Any:
-        """Computes the outputs below autograd, as the dispatcher does.
+    def run(self, arguments: tuple[Any, ...], parts: Parts) -> Any:
+        """Computes the outputs below autograd, as the dispatcher does; ``parts`` are those of the arguments.
 
         Without views: a permuted output would count as a view made inside of a function, which autograd does not let
         the next layer change in place.
         """
         with _C._ExcludeDispatchKeyGuard(_VIEWS):
-            return self._implementation(*arguments)
+            return self._implementation.call(arguments, parts)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Registers the implementation for tracing, as ``torch.library`` does."""
@@ -69,7 +89,7 @@ class DirectOperator:
         class Direct(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, *arguments: Any) -> Any:
-                output = run(arguments)
+                output = run(arguments, _given.take(arguments))
                 setup_context(ctx, arguments, output)
                 return output
 
@@ -81,15 +101,25 @@ class DirectOperator:
 
         self._function = Direct
 
+    def without_gradient(self, *arguments: Any) -> Any:
+        """The same with outputs that have no gradient, of an operator that changes none of its arguments."""
+        parts = parts_of(arguments)
+        if _needs_dispatch(parts.tensors):
+            with torch.no_grad():
+                return self.operator(*arguments)
+        return self.run(arguments, parts)
+
     def __call__(self, *arguments: Any) -> Any:
-        tensors = _tensors(arguments)
+        parts = parts_of(arguments)
+        tensors = parts.tensors
         if _needs_dispatch(tensors):
             return self.operator(*arguments)
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):  # noqa: C419  faster
             if self._function is None:  # has no gradient: the dispatcher says so when one is asked for
                 return self.operator(*arguments)
+            _given.arguments, _given.parts = arguments, parts
             return cast("Any", self._function).apply(*arguments)
-        output = self.run(arguments)
+        output = self.run(arguments, parts)
         if self._mutated:
             torch.autograd.graph.increment_version([arguments[place] for place in self._mutated])
         return output
@@ -111,14 +141,3 @@ def _needs_dispatch(tensors: list[Tensor]) -> bool:
     if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active() or _C._get_tracing_state() is not None:
         return True
     return not _PLAIN.issuperset(map(type, tensors))
-
-
-def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among the arguments, and in their lists."""
-    found: list[Tensor] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            found.append(argument)
-        elif isinstance(argument, (list, tuple)):
-            found += [each for each in cast("Sequence[Any]", argument) if isinstance(each, Tensor)]
-    return found

@@ -6,6 +6,9 @@ call of a kind (`LaunchPlans`) is recorded: allocations, launches of kernels, an
 Views are not: they are offsets in the addresses of launches. Later calls replay the list with other addresses.
 Workspaces are released after their last use, so that memory is that of the recorded call or less.
 
+On the default stream of a GPU, a plan that is called with the same addresses again becomes a CUDA graph
+(`moesaic.ops.launch_graphs`).
+
 Operators whose Python code reads values of tensors are noticed when they are recorded, and run as before.
 """
 
@@ -21,8 +24,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moesaic.ops import tile_sizes
+from moesaic.ops.launch_graphs import CapturedOperator, OutputMemory, Workspace
 
-__all__ = ["LaunchPlans", "Place", "Recorder", "Step", "bypass_plans_if", "plan_on", "recorder"]
+__all__ = [
+    "LaunchPlans",
+    "Parts",
+    "Place",
+    "Recorder",
+    "Step",
+    "bypass_plans_if",
+    "parts_of",
+    "plan_on",
+    "recorder",
+]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch.cuda's own functions take three times as long
 _aten: Any = torch.ops.aten
@@ -32,6 +46,8 @@ Step = Callable[[list[Any], list[int], int], None]
 
 _MOST = 256
 """Plans per operator; with more shapes, the oldest go."""
+_RECENT = 16
+"""Kinds of arguments that are compared first."""
 _SMALL = 1 << 18
 """Bytes up to which workspaces share an allocation, and stay until the end of the operator."""
 _ALIGNED = 512
@@ -45,6 +61,31 @@ _ALLOCATIONS = {
 }
 _FAST: dict[Any, Callable[..., Any]] = {_aten.bmm.default: torch.bmm, _aten.bmm.out: torch.bmm}
 """Functions whose arguments torch parses in C++, faster than those of an overload of an operator."""
+_OUT: dict[Any, Any] = {
+    _aten.bmm.default: torch.bmm,
+    _aten.mm.default: torch.mm,
+    _aten.add.Tensor: torch.add,
+    _aten.sub.Tensor: torch.sub,
+    _aten.mul.Tensor: torch.mul,
+    _aten.div.Tensor: torch.div,
+    _aten.sum.dim_IntList: torch.sum,
+}
+"""Functions that write to given memory, by what does the same to new memory."""
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_COPIES = {_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default}
+_MATMULS = {_aten.bmm.default, _aten.bmm.out, _aten.mm.default, _aten.mm.out}
+_IN_GRAPHS = {
+    _aten.copy_.default,
+    _aten.zero_.default,
+    _aten.fill_.Scalar,
+    _aten.add_.Tensor,
+    _aten.mul_.Tensor,
+    _aten.add.out,
+    _aten.mul.out,
+    _aten.bmm.out,
+    _aten.mm.out,
+}
+"""Operators on given memory that a CUDA graph can repeat: they draw no numbers and ask the device nothing."""
 
 
 class Place(NamedTuple):
@@ -61,7 +102,10 @@ class Place(NamedTuple):
 
     def tensor(self, slots: list[Any]) -> Tensor:
         """Returns the tensor."""
-        base = slots[self.slot]
+        return self.of(slots[self.slot])
+
+    def of(self, base: Tensor) -> Tensor:
+        """Returns the tensor, given that of its slot."""
         return base if self.whole else base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
@@ -116,6 +160,14 @@ class Recorder(TorchDispatchMode):
         """By step: slots that it reads, writes or makes."""
         self._allocated: dict[int, _Memory] = {}
         """By step that allocates."""
+        self._returned: dict[int, list[_Memory]] = {}
+        """By step that calls a torch operator: what that allocates."""
+        self._in_graph: list[Step | None] = []
+        """By step: what it does in a graph, whose memory is there from the start."""
+        self.uncapturable = ""
+        """Why there can be no graph."""
+        self._multiplies: torch.dtype | None = None
+        self._devices = {each.device for each in inputs}
         self._as_tensors: set[int] = set()
         """Slots that are needed as tensors; kernels take addresses."""
         self._slots: dict[int, tuple[int, int, int, torch.dtype]] = {}
@@ -168,9 +220,10 @@ class Recorder(TorchDispatchMode):
         whole = start == 0 and self._metadata[slot] == (size, stride)
         return Place(slot, tensor.data_ptr() - address if tensor.numel() else 0, start, size, stride, whole)
 
-    def add_step(self, step: Step, places: Sequence[Place]) -> None:
-        """Notes a step on such tensors."""
+    def add_step(self, step: Step, places: Sequence[Place], in_graph: Step | None = None) -> None:
+        """Notes a step on such tensors, and what it does in a graph, if anything."""
         self._steps.append(step)
+        self._in_graph.append(in_graph)
         self._used.append({each.slot for each in places})
 
     def add_launch(
@@ -190,7 +243,8 @@ class Recorder(TorchDispatchMode):
         places = [each for each in placed if isinstance(each, Place)]
         if as_tensors:
             self._as_tensors.update(each.slot for each in places)
-        self.add_step(make(placed), places)
+        launch = make(placed)
+        self.add_step(launch, places, launch)
 
     def fail(self, problem: str) -> None:
         """Notes why there is no plan."""
@@ -221,7 +275,29 @@ class Recorder(TorchDispatchMode):
                 steps.append(_release(tuple(released)))
         if not arena.slots:
             del steps[0]
-        return _Plan(steps, len(self._metadata), outputs, isinstance(result, Tensor), self.aliases)
+        captured = self._captured(outputs, last)
+        return _Plan(steps, len(self._metadata), outputs, isinstance(result, Tensor), self.aliases, captured)
+
+    def _captured(self, places: list[Place], last: dict[int, int]) -> CapturedOperator | None:
+        """The same for CUDA graphs, with the places that are returned and the step that uses each slot last."""
+        returned = {each.slot for each in places} - set(range(self._inputs))
+        memories = [(number, each) for number, each in self._allocated.items()]
+        memories += [(number, each) for number, several in self._returned.items() for each in several]
+        devices = self._devices | {each.device for _, each in memories}
+        if self.uncapturable or len(devices) != 1:
+            return None
+        workspaces = [
+            each.workspace(number, last[each.place.slot], each.place.slot in self._as_tensors)
+            for number, each in memories
+            if each.place.slot not in returned
+        ]
+        outputs: list[OutputMemory] = []
+        for number, memory in memories:
+            if memory.place.slot in returned:
+                views = [each for each in places if each.slot == memory.place.slot]
+                outputs.append(memory.output(number, views, memory.place.slot in self._as_tensors))
+        steps = [each for each in self._in_graph if each is not None]
+        return CapturedOperator(steps, len(self._metadata), workspaces, outputs, self._multiplies, *devices)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         outputs = _as_tensors(found)
@@ -258,9 +334,26 @@ class Recorder(TorchDispatchMode):
 
         given = [placed(each) for each in args]
         named = {name: placed(each) for name, each in kwargs.items()}
-        made = [self._add(each) for each in new]
+        number, made = len(self._steps), [self._add(each) for each in new]
         slots = [each.slot for each in made]
-        self.add_step(_call(_FAST.get(func) or func, given, named, slots), [*places, *made])
+        self._returned[number] = [
+            _Memory(place, each.dtype, each.device) for place, each in zip(made, new, strict=True)
+        ]
+        if func in _MATMULS:
+            self._multiplies = args[0].dtype
+        in_graph = None
+        if not new and func in _IN_GRAPHS:
+            in_graph = _call(_FAST.get(func) or func, given, named, [])
+        elif new and func in _ZEROS:
+            in_graph = _call(Tensor.zero_, [made[0]], {}, [])
+        elif new and func in _COPIES:
+            in_graph = _call(Tensor.copy_, [made[0], given[0]], {}, [])
+        elif new and func in _OUT:
+            in_graph = _call(_OUT[func], given, {**named, "out": made[0]}, [])
+        else:
+            self.uncapturable = f"{func} in a graph"
+        self._as_tensors.update(slots)
+        self.add_step(_call(_FAST.get(func) or func, given, named, slots), [*places, *made], in_graph)
 
     def _add(self, tensor: Tensor) -> Place:
         """A slot for a tensor whose memory is new."""
@@ -277,30 +370,73 @@ class _Plan:
     """The recorded work of an operator."""
 
     def __init__(
-        self, steps: list[Step], slots: int, outputs: list[Place], single: bool, aliases: list[tuple[int, int]]
+        self,
+        steps: list[Step],
+        slots: int,
+        outputs: list[Place],
+        single: bool,
+        aliases: list[tuple[int, int]],
+        captured: CapturedOperator | None,
     ) -> None:
+        self.captured = captured
+        """The same for CUDA graphs, if it can be captured."""
+        self._returned: list[tuple[int, Place | None]] | None = None
         self._steps = steps
         self._slots = slots
         self._outputs = outputs
         self._single = single
         self._aliases = aliases
 
-    def fits(self, inputs: list[Tensor]) -> bool:
+    def fits(self, addresses: list[int]) -> bool:
         """Whether the inputs that were one tensor are one again."""
-        return all(inputs[a].data_ptr() == inputs[b].data_ptr() for a, b in self._aliases)
+        return all(addresses[a] == addresses[b] for a, b in self._aliases)
 
-    def run(self, inputs: list[Tensor]) -> Any:
-        """Does the work on other inputs of the same kind."""
-        slots: list[Any] = [*inputs, *[None] * (self._slots - len(inputs))]
-        addresses = [each.data_ptr() for each in inputs]
-        addresses += [0] * (self._slots - len(inputs))
+    def run(self, inputs: list[Tensor], addresses: list[int]) -> Any:
+        """Does the work on other inputs of the same kind, which lie at these addresses."""
         device = inputs[0].get_device()
         stream = _C._cuda_getCurrentRawStream(device) if device >= 0 else 0
+        captured = self.captured
+        if stream == 0 and captured is not None and captured.is_on:
+            return self.result(inputs, captured.run(inputs, addresses))
+        slots: list[Any] = [*inputs, *[None] * (self._slots - len(inputs))]
+        addresses = [*addresses, *[0] * (self._slots - len(inputs))]
         for step in self._steps:
             step(slots, addresses, stream)
+        return self._result(slots)
+
+    def result(self, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
+        """What the operator returns, given the memory of its outputs as `CapturedOperator` has it."""
+        if self._returned is None:
+            assert self.captured is not None
+            known = {slot: len(inputs) + number for number, slot in enumerate(self.captured.output_slots)}
+            ready = {each.slot for each in self.captured.outputs if each.is_view}
+            self._returned = [
+                (known.get(each.slot, each.slot), None if each.whole or each.slot in ready else each)
+                for each in self._outputs
+            ]
+        memory = [*inputs, *outputs]
+        found = tuple([memory[n] if place is None else place.of(memory[n]) for n, place in self._returned])
+        return found[0] if self._single else found
+
+    def _result(self, slots: list[Any]) -> Any:
         if self._single:
             return self._outputs[0].tensor(slots)
         return tuple([each.tensor(slots) for each in self._outputs])
+
+
+class Parts(NamedTuple):
+    """Arguments of an operator: tensors, wherever they stand, and everything else with the places of the tensors."""
+
+    tensors: list[Tensor]
+    others: list[Any]
+
+
+class _Recent(NamedTuple):
+    """A kind of arguments, as torch's guards of compiled code compare it: in one call for all tensors."""
+
+    others: list[Any]
+    fits: Callable[..., bool]
+    plan: _Plan
 
 
 class LaunchPlans:
@@ -315,27 +451,53 @@ class LaunchPlans:
         self._implementation = implementation
         self.mutates = mutates
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}
+        self._recent: tuple[_Recent, ...] = ()
 
     def __call__(self, *arguments: Any) -> Any:
+        return self.call(arguments, parts_of(arguments))
+
+    def call(self, arguments: tuple[Any, ...], parts: Parts) -> Any:
+        """Replays the plan for such arguments, or records one; ``parts`` are those of the arguments."""
         tiles = tile_sizes.version()
-        if tiles is None or _active.recorder is not None or _is_bypassed():
+        tensors, others = parts
+        if tiles is None or _active.recorder is not None or _is_bypassed() or not tensors:
             return self._implementation(*arguments)
-        tensors: list[Tensor] = []
-        key: list[Any] = [tiles]
-        _describe(arguments, tensors, key)
-        if not tensors or tensors[0].device.type not in _planned:
-            return self._implementation(*arguments)
+        others.append(tiles)
         device = tensors[0].get_device()
         if device >= 0 and (_C._cuda_isCurrentStreamCapturing() or device != _C._cuda_getDevice()):
             return self._implementation(*arguments)
+        addresses = [each.data_ptr() for each in tensors]
+        aligned = True
+        for each in addresses:
+            if each & 15:
+                aligned = False
+        if aligned:
+            for recent in self._recent:
+                if recent.others == others and recent.fits(*tensors):
+                    return recent.plan.run(tensors, addresses)
+        return self._find(arguments, tensors, others, addresses, aligned)
+
+    def _find(
+        self, arguments: tuple[Any, ...], tensors: list[Tensor], others: list[Any], addresses: list[int], aligned: bool
+    ) -> Any:
+        """Runs the plan for arguments that are not of a recent kind."""
+        if tensors[0].device.type not in _planned:
+            return self._implementation(*arguments)
+        key = list(others)
+        for each, address in zip(tensors, addresses, strict=True):
+            key += (each.dtype, each.shape, each.stride(), each.get_device(), not address & 15)
         found = tuple(key)
         try:
             plan = self._plans[found]
         except KeyError:
             return self._record(found, tensors, arguments)
-        if plan is None or not plan.fits(tensors):
+        if plan is None or not plan.fits(addresses):
             return self._implementation(*arguments)
-        return plan.run(tensors)
+        if aligned:
+            fits = _guards(tensors)
+            if fits is not None:
+                self._recent = (_Recent(others, fits, plan), *self._recent[: _RECENT - 1])
+        return plan.run(tensors, addresses)
 
     def _record(self, key: tuple[Any, ...], tensors: list[Tensor], arguments: tuple[Any, ...]) -> Any:
         with Recorder(tensors) as recorded:
@@ -346,17 +508,41 @@ class LaunchPlans:
         return result
 
 
-def _describe(arguments: Sequence[Any], tensors: list[Tensor], key: list[Any]) -> None:
-    """Collects the tensors among the arguments, and all that an implementation may read of the arguments."""
+def parts_of(arguments: Sequence[Any]) -> Parts:
+    """Returns what an operator's arguments consist of."""
+    parts = Parts([], [])
+    _sort(arguments, *parts)
+    return parts
+
+
+def _sort(arguments: Sequence[Any], tensors: list[Tensor], others: list[Any]) -> None:
     for each in arguments:
-        if isinstance(each, Tensor):
+        if each is None or isinstance(each, (int, float)):
+            others.append(each)
+        elif isinstance(each, Tensor):
             tensors.append(each)
-            key += (each.dtype, each.shape, each.stride(), each.get_device(), not each.data_ptr() & 15)
+            others.append(Tensor)
         elif isinstance(each, (list, tuple)):
-            key.append(len(cast("Sequence[Any]", each)))
-            _describe(cast("Sequence[Any]", each), tensors, key)
+            others.append(len(cast("Sequence[Any]", each)))
+            _sort(cast("Sequence[Any]", each), tensors, others)
         else:
-            key.append(each)
+            others.append(each)
+
+
+def _guards(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """Returns what tells whether tensors have the same types, dtypes, devices, sizes and strides as these.
+
+    None if torch has no such guards, or if a tensor is there twice, which they do not allow.
+    """
+    try:
+        guards = _C._dynamo.guards.TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(each.shape) for each in tensors],
+            dynamic_dims_strides=[list(each.stride()) for each in tensors],
+        )
+        return guards.check if guards.check(*tensors) else None
+    except (AttributeError, TypeError):
+        return None
 
 
 def _as_tensors(found: Any) -> list[Tensor]:
@@ -380,21 +566,50 @@ def _storage_of(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def _empty(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Tensor]:
+    """Returns what allocates a tensor; on a GPU it is the current one."""
+    # what compiled code calls, without the dispatcher
+    direct = getattr(_C._dynamo.guards, "_empty_strided_cuda", None) if device.type == "cuda" else None
+    if direct is not None:
+        return partial(direct, size, stride, dtype)
+    return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
+
+
 class _Memory:
     """Memory that an operator allocates."""
 
     def __init__(self, place: Place, dtype: torch.dtype, device: torch.device) -> None:
-        self.place, self.device = place, device
+        self.place, self.dtype, self.device = place, dtype, device
         reach = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
         self.bytes = reach * dtype.itemsize if all(place.size) else 0
-        self._empty = partial(torch.empty_strided, place.size, place.stride, dtype=dtype, device=device)
+        empty = _empty(place.size, place.stride, dtype, device)
         # there is nothing in it that one call could leave to the next
-        self._nothing = self._empty() if not self.bytes else None
+        nothing = empty() if not self.bytes else None
+        self.empty: Callable[[], Tensor] = empty if nothing is None else lambda: nothing
 
     def allocate(self, slots: list[Any], addresses: list[int], stream: int) -> None:
-        tensor = self._empty() if self._nothing is None else self._nothing
-        slots[self.place.slot] = tensor
+        slots[self.place.slot] = tensor = self.empty()
         addresses[self.place.slot] = tensor.data_ptr()
+
+    def output(self, first: int, views: list[Place], is_tensor: bool) -> OutputMemory:
+        """The same as memory that is returned, as these views; ``is_tensor``: a step needs it as it was allocated."""
+        place, (view, *others) = self.place, views
+        whole = (
+            not others
+            and not view.offset
+            and sorted(zip(view.size, view.stride, strict=True)) == sorted(zip(place.size, place.stride, strict=True))
+        )
+        if is_tensor or not whole or not self.bytes:
+            return OutputMemory(place.slot, self.bytes, first, self.empty, False)
+        empty = _empty(view.size, view.stride, self.dtype, self.device)
+        return OutputMemory(place.slot, self.bytes, first, empty, True)
+
+    def workspace(self, first: int, last: int, is_tensor: bool) -> Workspace:
+        """The same as a part of an arena."""
+        slot, _, _, size, stride, _ = self.place
+        return Workspace(slot, self.bytes, first, last, self.dtype, size, stride, is_tensor)
 
 
 class _Arena:
