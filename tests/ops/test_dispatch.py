@@ -182,8 +182,11 @@ class ChoosingBackend(TorchBackend):
         super().__init__()
         self.chooses, self.calls = chooses, 0
 
-    def choose(self, x: torch.Tensor, router: torch.Tensor, patches: int, gate: str) -> PatchSelection | None:
+    def choose(
+        self, x: torch.Tensor, router: torch.Tensor, patches: int, gate: str, *, detached: bool
+    ) -> PatchSelection | None:
         self.calls += 1
+        assert not detached
         if not self.chooses:
             return None
         E, C, p, _ = router.shape

@@ -352,7 +352,7 @@ def test_graphs_of_a_layer_on_a_gpu_equal_its_launches(monkeypatch):
         expected = [step(x) for x in inputs]
     from moesaic.ops.triton import autograd_ops
 
-    for operator in (autograd_ops.patch_route, autograd_ops.patch_conv, autograd_ops.patch_conv_backward):
+    for operator in (autograd_ops.patch_route_conv, autograd_ops.patch_conv_backward):
         operator._implementation._plans.clear()
         operator._implementation._recent = ()
     for x, known in zip(inputs, expected, strict=True):

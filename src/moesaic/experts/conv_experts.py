@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.experts.stacked_experts import Experts
-from moesaic.ops import ConvWeights, PatchSelection, PatchSpec, run_conv
+from moesaic.ops import ConvWeights, PatchChoice, PatchSelection, PatchSpec, run_chosen_conv, run_conv
 from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
 from moesaic.routing_record import Routing
 
@@ -63,6 +63,13 @@ class ConvExperts(Experts):
 
     def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
         return run_conv(x, routing, self.weights, self.norm_tensors(x), spec, selection, self.dispatcher)
+
+    def run_chosen(self, x: Tensor, choice: PatchChoice, spec: PatchSpec) -> Tensor | None:
+        return run_chosen_conv(x, choice, self.weights, spec) if self.norm is None else None
+
+    @property
+    def first_weight(self) -> Tensor:
+        return self.weight  # found faster than the first of all parameters
 
     @property
     def weights(self) -> ConvWeights:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
-from moesaic.ops import Norm, PatchSelection, PatchSpec
+from moesaic.ops import Norm, PatchChoice, PatchSelection, PatchSpec
 from moesaic.ops.eager import check_vmap
 from moesaic.ops.expert_parallel import ExpertDispatcher
 from moesaic.ops.global_batch import GlobalBatch
@@ -98,7 +98,12 @@ class Experts(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights."""
-        return next(self.parameters()).dtype
+        return self.first_weight.dtype
+
+    @property
+    def first_weight(self) -> Tensor:
+        """A weight, which has the device and the dtype of the others."""
+        return next(self.parameters())
 
     def __len__(self) -> int:
         return self._experts
@@ -110,6 +115,10 @@ class Experts(nn.Module):
         the ``run_`` functions of `moesaic.ops`.
         """
         raise TypeError(f"{type(self).__name__} does not implement forward(x, routing, spec, selection)")
+
+    def run_chosen(self, x: Tensor, choice: PatchChoice, spec: PatchSpec) -> Tensor | None:
+        """Makes an expert choice and runs the experts on it at once, where a backend can: what ``forward`` returns."""
+        return None
 
     def norm_tensors(self, x: Tensor) -> Norm | None:
         """The experts' norm as backends take it, or None."""

@@ -17,7 +17,7 @@ from moesaic.checks import check_choice, check_positive, nearest_divisors
 from moesaic.experts import ConvExperts, Experts
 from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.layers.recording import RoutedLayer
-from moesaic.layers.routed_map import check_agreement, route_map, run_slots
+from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
 from moesaic.ops.eager import in_vmap
 from moesaic.routing import ExpertChoice, Router, SoftRouter
@@ -165,12 +165,10 @@ class PatchMoE(RoutedLayer):
         check_tensor("PatchMoE", x, "maps (B, C, H, W)")
         plain = x.is_contiguous() or in_vmap()  # which knows no other memory format
         memory_format = torch.contiguous_format if plain else torch.channels_last
-        padded, routing, selection = self.prepare(x)
-        if routing.chooser == "soft":
-            self._check_soft()
-            y = run_slots(self.experts, padded, routing, self.patch_size, self.combine)
-        else:
-            y = self.experts(padded, routing, self.spec, selection)
+        padded = self._readable(x)
+        y = run_at_once(self, self.router, self.experts, padded, self.spec)
+        if y is None:
+            y = self._run(padded, (x.shape[2], x.shape[3]))
         if padded.shape != x.shape:
             y = y[..., : x.shape[2], : x.shape[3]]
         return y.contiguous(memory_format=memory_format)
@@ -181,12 +179,8 @@ class PatchMoE(RoutedLayer):
         Returns:
             The map as the experts read it, its routing, and the state of the choice where kernels made it.
         """
-        self._check_input(x)
-        padded = self._padded(x)
-        if not in_vmap():
-            padded = padded.contiguous(memory_format=torch.channels_last)
-        routing, selection = self._route(padded, (x.shape[2], x.shape[3]))
-        self._call_routing_hooks(routing)
+        padded = self._readable(x)
+        routing, selection = self._route_to_experts(padded, (x.shape[2], x.shape[3]))
         return padded, routing, selection
 
     def pads(self, x: Tensor) -> bool:
@@ -210,13 +204,33 @@ class PatchMoE(RoutedLayer):
             f"combine={self.combine!r}{', pad=True' * self.pad}"
         )
 
+    def _run(self, padded: Tensor, size: tuple[int, int]) -> Tensor:
+        """Routes a map that had this size before it was padded, and runs the experts."""
+        routing, selection = self._route_to_experts(padded, size)
+        if routing.chooser == "soft":
+            self._check_soft()
+            return run_slots(self.experts, padded, routing, self.patch_size, self.combine)
+        return self.experts(padded, routing, self.spec, selection)
+
+    def _route_to_experts(self, padded: Tensor, size: tuple[int, int]) -> tuple[Routing, PatchSelection | None]:
+        routing, selection = self._route(padded, size, only_experts_need(self, self.experts))
+        self._call_routing_hooks(routing)
+        return routing, selection
+
+    def _readable(self, x: Tensor) -> Tensor:
+        """A map as the experts read it, checked."""
+        self._check_input(x)
+        padded = self._padded(x)
+        return padded if in_vmap() else padded.contiguous(memory_format=torch.channels_last)
+
     def _padded(self, x: Tensor) -> Tensor:
         H, W, p = x.shape[2], x.shape[3], self.patch_size
         return F.pad(x, (0, -W % p, 0, -H % p)) if self.pads(x) else x
 
-    def _route(self, x: Tensor, size: tuple[int, int]) -> tuple[Routing, PatchSelection | None]:
+    def _route(self, x: Tensor, size: tuple[int, int], detached: bool = False) -> tuple[Routing, PatchSelection | None]:
         """The routing of a map that had this size before it was padded."""
-        routing, selection = route_map("PatchMoE", self.router, x, len(self.experts), self.patch_size)
+        count = len(self.experts)
+        routing, selection = route_map("PatchMoE", self.router, x, count, self.patch_size, detached=detached)
         if size != (x.shape[2], x.shape[3]):
             routing = replace(routing, extent=(size[0] / self.patch_size, size[1] / self.patch_size))
         return routing, selection
@@ -253,7 +267,7 @@ class PatchMoE(RoutedLayer):
                 raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
 
     def _check_input(self, x: Tensor) -> None:
-        weight = next(self.experts.parameters())
+        weight = self.experts.first_weight
         check_feature_map("PatchMoE", x, self.in_channels, self.patch_size, weight, pad=self.pad)
         if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(

@@ -5,24 +5,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.experts import Experts
+from moesaic.experts import ConvExperts, Experts, MLPExperts
+from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Combine, PatchSelection, PatchSpec
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice
 from moesaic.routing_record import Routing
 
-__all__ = ["check_agreement", "route_map", "run_slots"]
+__all__ = ["check_agreement", "only_experts_need", "route_map", "run_at_once", "run_slots"]
 
 
 def route_map(
-    owner: str, router: nn.Module, x: Tensor, experts: int, patch_size: int, mask: Tensor | None = None
+    owner: str,
+    router: nn.Module,
+    x: Tensor,
+    experts: int,
+    patch_size: int,
+    mask: Tensor | None = None,
+    *,
+    detached: bool = False,
 ) -> tuple[Routing, PatchSelection | None]:
-    """Returns the routing of a map (B, C, H, W), and the state of the choice where kernels made it."""
+    """Returns the routing of a map (B, C, H, W), and the state of the choice where kernels made it.
+
+    ``detached``: as in `ExpertChoice.select`.
+    """
     selection = None
-    # a router that has hooks, or a forward of its own (of its class or set on it), is called as a module
-    is_plain = getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
-    if isinstance(router, ExpertChoice) and is_plain and mask is None:
-        routing, selection = router.select(x)
+    if isinstance(router, ExpertChoice) and _is_plain(router) and mask is None:
+        routing, selection = router.select(x, detached=detached)
     else:
         routing = router(x) if mask is None else router(x, mask=mask)
     if routing.experts != experts:
@@ -39,6 +48,28 @@ def route_map(
             f"its patch_size must be the layer's, {patch_size}"
         )
     return routing, selection
+
+
+def run_at_once(layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec) -> Tensor | None:
+    """Routes a map (B, C, H, W) and runs the experts as one operator; None where that cannot be."""
+    if not (isinstance(router, ExpertChoice) and _is_plain(router) and only_experts_need(layer, experts)):
+        return None
+    if router.experts != len(experts) or router.patch_size != spec.patch_size:
+        return None
+    choice = router.patch_choice(x)
+    return None if choice is None else experts.run_chosen(x, choice, spec)
+
+
+def _is_plain(router: ExpertChoice) -> bool:
+    """Whether the router need not be called as a module: it has no hooks, and no forward of its class or set on it."""
+    return getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
+
+
+def only_experts_need(layer: RoutedLayer, experts: Experts) -> bool:
+    """Whether nobody but the experts needs the gradient of a routing's scores and gates, in a forward pass."""
+    if layer.has_routing_hooks or experts.dispatcher is not None or has_hooks(experts):
+        return False
+    return type(experts).forward in (ConvExperts.forward, MLPExperts.forward)
 
 
 def run_slots(experts: Experts, x: Tensor, routing: Routing, patch_size: int, combine: Combine) -> Tensor:

@@ -18,7 +18,7 @@ from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.experts import Experts, MLPExperts
 from moesaic.experts.mlp_experts import ActivationName
 from moesaic.layers.recording import RoutedLayer
-from moesaic.layers.routed_map import check_agreement, route_map, run_slots
+from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_slots
 from moesaic.layers.token_inputs import TokenGrid, check_grid, check_tokens, token_grid
 from moesaic.ops import PatchSelection, PatchSpec
 from moesaic.routing import ExpertChoice, Router
@@ -155,7 +155,7 @@ class TokenMoE(RoutedLayer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Runs the experts on tokens; those where ``mask`` (B, N) is False are padding and have the output 0."""
-        x_map, routing, selection, grid = self._prepare(x, mask)
+        x_map, routing, selection, grid = self._prepare(x, mask, only_experts_need(self, self.experts))
         self._call_routing_hooks(self._record(routing, grid))
         if routing.chooser == "soft":
             y = run_slots(self.experts, x_map, routing, 1, "sum")
@@ -180,7 +180,7 @@ class TokenMoE(RoutedLayer):
         return self.prefix_tokens if self.prefix == "bypass" else 0
 
     def _prepare(
-        self, x: Tensor, mask: Tensor | None
+        self, x: Tensor, mask: Tensor | None, detached: bool = False
     ) -> tuple[Tensor, Routing, PatchSelection | None, tuple[int, int] | None]:
         """Checks tokens and routes them: the map that experts read, its routing, the state of kernels, the grid."""
         self._check_input(x, mask)
@@ -191,7 +191,8 @@ class TokenMoE(RoutedLayer):
             mask = None if mask is None else mask.flatten(1)[:, self._bypassed :]
         mask = None if mask is None else mask.flatten(1)
         x_map = tokens.contiguous().transpose(1, 2).unsqueeze(2)  # channels_last
-        routing, selection = route_map("TokenMoE", self.router, x_map, len(self.experts), 1, mask)
+        count = len(self.experts)
+        routing, selection = route_map("TokenMoE", self.router, x_map, count, 1, mask, detached=detached)
         return x_map, routing, selection, grid
 
     def _record(self, routing: Routing, grid: tuple[int, int] | None) -> Routing:
@@ -204,7 +205,7 @@ class TokenMoE(RoutedLayer):
         return token_grid("TokenMoE", self.grid, tokens, self.prefix_tokens)
 
     def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
-        weight = next(self.experts.parameters())
+        weight = self.experts.first_weight
         check_tokens("TokenMoE", x, mask, self.dim, self.prefix_tokens, weight, maps=True)
 
 

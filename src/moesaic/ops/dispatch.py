@@ -40,6 +40,7 @@ __all__ = [
     "GateOn",
     "MLPWeights",
     "Norm",
+    "PatchChoice",
     "PatchSelection",
     "PatchSpec",
     "Samples",
@@ -50,6 +51,7 @@ __all__ = [
     "register_backend",
     "requested_backend",
     "run_channels",
+    "run_chosen_conv",
     "run_conv",
     "run_each",
     "run_expert_choice",
@@ -176,10 +178,23 @@ class PatchSelection:
     """How gates come from scores."""
     slots: Tensor
     """(B, E, N): which of its L slots an expert gave to a patch, -1 for none."""
+    detached: bool = False
+    """Whether scores and gates of the routing have no gradient, because only ``conv`` and ``mlp`` read them."""
 
     def is_for(self, x: Tensor, routing: Routing) -> bool:
         """Whether map and routing are still those of the choice: a hook may have replaced either."""
         return self.x is x and routing.index is self.routing.index and routing.gate is self.routing.gate
+
+
+@dataclass(frozen=True)
+class PatchChoice:
+    """An expert choice that is still to be made."""
+
+    router: Tensor
+    """(E, C, p, p): the kernels to score the map with."""
+    patches: int
+    """L, patches that an expert selects."""
+    gate: ExpertGate
 
 
 class Samples(Protocol):
@@ -250,8 +265,13 @@ class Backend(StackedExecutor, Protocol):
 class ExpertChoiceBackend(Protocol):
     """A backend that has kernels for expert choice too."""
 
-    def choose(self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
-        """Every expert's top patches of a map (B, C, H, W), or None, which leaves the choice to the router."""
+    def choose(
+        self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate, *, detached: bool
+    ) -> PatchSelection | None:
+        """Every expert's top patches of a map (B, C, H, W), or None, which leaves the choice to the router.
+
+        If ``detached``, nobody but this backend's ``conv`` or ``mlp`` needs the gradient of scores and gates.
+        """
         ...
 
 
@@ -362,16 +382,23 @@ def explain_backend(x: Tensor, routing: Routing) -> BackendChoice:
     return BackendChoice(name, "; ".join(["the preferred backend of those that fit", *rejected]), refused)
 
 
-def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
-    """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that."""
+def run_expert_choice(
+    x: Tensor, router: Tensor, patches: int, gate: ExpertGate, *, detached: bool = False
+) -> PatchSelection | None:
+    """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that.
+
+    ``detached``: only the experts need the gradient of scores and gates. They have none then, where the backend that
+    will run the experts computes it there.
+    """
     requested = requested_backend()
     names = reversed(_registered) if requested is None else [requested]
     for name in names:
         candidate = _registered[name]
         if hasattr(candidate, "choose"):  # an instance check against the protocol takes ten times as long
-            selection = cast("ExpertChoiceBackend", candidate).choose(x, router, patches, gate)
+            selection = cast("ExpertChoiceBackend", candidate).choose(x, router, patches, gate, detached=detached)
             if selection is not None:
                 return selection
+        detached = False  # this backend is preferred, and may run the experts
     return None
 
 
@@ -389,6 +416,19 @@ def run_conv(
     with autocast_off(x):
         executor = dispatcher or select_backend(x, routing)
         return executor.conv(x, routing, cast, norm, spec, selection)
+
+
+def run_chosen_conv(x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor | None:
+    """Makes an expert choice and runs stacked convolutions on it; None where the preferred backend has no such kernels.
+
+    For a map (B, C, H, W) in channels_last whose routing nobody else asks for.
+    """
+    fused = getattr(_registered[requested_backend() or next(reversed(_registered))], "chosen_conv", None)
+    if fused is None:
+        return None
+    cast = experts.to(autocast_dtype(x) or x.dtype)
+    with autocast_off(x):
+        return fused(x, choice, cast, spec)
 
 
 def run_mlp(

@@ -10,7 +10,8 @@ from torch.nn.modules import module as nn_module
 
 __all__ = ["has_hooks", "hook_tables"]
 
-_KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
 def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
@@ -23,9 +24,9 @@ def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
     >>> has_hooks(layer)
     True
     """
-    if any(getattr(module, f"_{kind}") for kind in _KINDS):
+    if any([getattr(module, kind) for kind in _KINDS]):  # noqa: C419  faster
         return True
-    return include_global and any(getattr(nn_module, f"_global_{kind}") for kind in _KINDS)
+    return include_global and any([getattr(nn_module, kind) for kind in _GLOBAL])  # noqa: C419  faster
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[int, Any]]:
@@ -37,5 +38,4 @@ def hook_tables(module: nn.Module) -> list[Mapping[int, Any]]:
     >>> any(tables)
     True
     """
-    own = [getattr(module, f"_{kind}") for kind in _KINDS]
-    return own + [getattr(nn_module, f"_global_{kind}") for kind in _KINDS]
+    return [getattr(module, kind) for kind in _KINDS] + [getattr(nn_module, kind) for kind in _GLOBAL]

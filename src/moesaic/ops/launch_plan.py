@@ -14,6 +14,7 @@ Operators whose Python code reads values of tensors are noticed when they are re
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -523,8 +524,12 @@ def _sort(arguments: Sequence[Any], tensors: list[Tensor], others: list[Any]) ->
             tensors.append(each)
             others.append(Tensor)
         elif isinstance(each, (list, tuple)):
-            others.append(len(cast("Sequence[Any]", each)))
-            _sort(cast("Sequence[Any]", each), tensors, others)
+            several = cast("Sequence[Any]", each)
+            if several and type(several[0]) is int:  # numbers, of which a tuple is compared faster than one by one
+                others.append(tuple(several))
+                continue
+            others.append(len(several))
+            _sort(several, tensors, others)
         else:
             others.append(each)
 
@@ -577,13 +582,18 @@ def _empty(
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
 
 
+def _reach(place: Place) -> int:
+    """Elements from a tensor's first to its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
+    return reach if all(place.size) else 0
+
+
 class _Memory:
     """Memory that an operator allocates."""
 
     def __init__(self, place: Place, dtype: torch.dtype, device: torch.device) -> None:
         self.place, self.dtype, self.device = place, dtype, device
-        reach = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
-        self.bytes = reach * dtype.itemsize if all(place.size) else 0
+        self.bytes = _reach(place) * dtype.itemsize
         empty = _empty(place.size, place.stride, dtype, device)
         # there is nothing in it that one call could leave to the next
         nothing = empty() if not self.bytes else None
@@ -596,11 +606,8 @@ class _Memory:
     def output(self, first: int, views: list[Place], is_tensor: bool) -> OutputMemory:
         """The same as memory that is returned, as these views; ``is_tensor``: a step needs it as it was allocated."""
         place, (view, *others) = self.place, views
-        whole = (
-            not others
-            and not view.offset
-            and sorted(zip(view.size, view.stride, strict=True)) == sorted(zip(place.size, place.stride, strict=True))
-        )
+        elements = self.bytes // self.dtype.itemsize
+        whole = not others and not view.offset and elements == _reach(view) == math.prod(view.size)
         if is_tensor or not whole or not self.bytes:
             return OutputMemory(place.slot, self.bytes, first, self.empty, False)
         empty = _empty(view.size, view.stride, self.dtype, self.device)

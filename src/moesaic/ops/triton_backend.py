@@ -6,6 +6,8 @@ Of a convolution with gated channels they run what follows it: BatchNorm, gates 
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +23,7 @@ from moesaic.ops.dispatch import (
     ExpertGate,
     MLPWeights,
     Norm,
+    PatchChoice,
     PatchSelection,
     PatchSpec,
     requested_backend,
@@ -59,7 +62,9 @@ class TritonBackend(TorchBackend):
             return "its kernels are for patches that experts choose, and for gated channels"
         return kernel_refusal(x)
 
-    def choose(self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
+    def choose(
+        self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate, *, detached: bool = False
+    ) -> PatchSelection | None:
         p = router.shape[2]
         grid = (x.shape[2] // p, x.shape[3] // p)
         units = grid[0] * grid[1]
@@ -67,9 +72,22 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.autograd_ops import patch_route
 
-        scores, index, gates, slots = patch_route(x, router, patches, GATE_KINDS[gate])
+        route = patch_route.without_gradient if detached else patch_route
+        scores, index, gates, slots = route(x, router, patches, GATE_KINDS[gate])
         routing = Routing("patch", scores, index, gates, "expert", grid=grid, may_drop=False)
-        return PatchSelection(x, routing, router, gate, slots)
+        return PatchSelection(x, routing, router, gate, slots, detached)
+
+    def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor | None:
+        """What ``choose`` and ``conv`` compute, as one operator; None where the kernels cannot run."""
+        p = spec.patch_size
+        units = (x.shape[2] // p) * (x.shape[3] // p)
+        if kernel_refusal(x) is not None or choice.patches > units or units > _MAX_PATCHES:
+            return None
+        from moesaic.ops.triton.autograd_ops import patch_route_conv
+
+        tensors = x, experts.weight, experts.bias, choice.router
+        save = torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])  # noqa: C419
+        return patch_route_conv(*tensors, choice.patches, _options(spec, choice.gate, save))[0]
 
     def conv(
         self,
@@ -81,7 +99,7 @@ class TritonBackend(TorchBackend):
         selection: PatchSelection | None = None,
     ) -> Tensor:
         if _is_global(norm):
-            return super().conv(x, routing, experts, norm, spec)
+            return super().conv(x, _with_gradients(routing, selection), experts, norm, spec)
         from moesaic.ops.triton.autograd_ops import patch_conv
 
         weights = experts.weight, experts.bias
@@ -100,7 +118,7 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         activation = _activation_name(experts.activation)
         if activation is None or _is_global(norm):
-            return super().mlp(x, routing, experts, norm, spec)
+            return super().mlp(x, _with_gradients(routing, selection), experts, norm, spec)
         from moesaic.ops.triton.activation import ACTIVATIONS
         from moesaic.ops.triton.autograd_ops import patch_mlp
 
@@ -148,6 +166,35 @@ def _gated_norm(y: Tensor, norm: Norm, gates: Tensor | None, block: int, *, relu
     return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
 
 
+def _with_gradients(routing: Routing, selection: PatchSelection | None) -> Routing:
+    """The routing with gradients of scores and gates, for code that does not compute them from a selection."""
+    if selection is None or not selection.detached or routing.gate is not selection.routing.gate:
+        return routing
+    from moesaic.ops.triton.autograd_ops import patch_route
+
+    assert routing.index is not None
+    kind = GATE_KINDS[selection.gate]
+    scores, index, gates, _ = patch_route(selection.x, selection.router, routing.index.shape[2], kind)
+    return replace(routing, scores=scores, index=index, gate=gates)
+
+
+@lru_cache
+def _options(spec: PatchSpec, gate: ExpertGate, save: bool) -> tuple[int, ...]:
+    """Options of experts without a norm, as operators take them."""
+    from moesaic.ops.triton.operands import PatchOptions
+
+    options = PatchOptions(
+        spec.patch_size,
+        GATE_KINDS[gate],
+        gate_on_input=spec.gate_on == "input",
+        isolated=spec.context == "patch",
+        sum_experts=spec.combine == "sum",
+        batch_stats=False,
+        save=save,
+    )
+    return options.flatten()
+
+
 def _is_global(norm: Norm | None) -> bool:
     """Whether statistics are those of a batch on several processes, which the kernels do not exchange."""
     return norm is not None and norm.training and norm.batch is not None
@@ -181,11 +228,16 @@ def patch_operands(
     if selection is None or not selection.is_for(x, routing):
         from moesaic.ops.triton.autograd_ops import patch_slots
 
+        gate = _with_gradients(routing, selection).gate
         slots = patch_slots(index, routing.units)
     else:  # the gate's gradient goes to the router inside the operator
-        slots, gate, gate_kind = selection.slots, gate.detach(), GATE_KINDS[selection.gate]
+        slots, gate_kind, scores = selection.slots, GATE_KINDS[selection.gate], routing.scores
+        if not selection.detached:
+            gate, scores = gate.detach(), scores.detach()
         if selection.gate != "one":  # which has no gradient
-            scores, router = routing.scores.detach(), selection.router
+            router = selection.router
+        else:
+            scores = None
     mean = var = None
     if norm is not None:
         mean, var = _norm_statistics(x, index, gate if spec.gate_on == "input" else None, norm, spec.patch_size)

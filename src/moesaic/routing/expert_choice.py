@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.input_checks import check_feature_map
-from moesaic.ops import ExpertGate, PatchSelection, run_expert_choice
+from moesaic.ops import ExpertGate, PatchChoice, PatchSelection, run_expert_choice
 from moesaic.routing.router import Router, mask_scores, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
@@ -74,19 +74,33 @@ class ExpertChoice(Router):
         routing, _ = self.select(x)
         return routing
 
-    def select(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
-        """Returns the routing of a map and the state of the backend's kernels, if they computed it, for reuse."""
-        selection = None
+    def select(self, x: Tensor, *, detached: bool = False) -> tuple[Routing, PatchSelection | None]:
+        """Returns the routing of a map and the state of the backend's kernels, if they computed it, for reuse.
+
+        ``detached``: nobody but the experts that get both needs the gradient of scores and gates, which then have none
+        where kernels compute it.
+        """
+        selection, factor = None, 1.0
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
             units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
-            selection = run_expert_choice(x, self.weight, self.count(units), self.gate)
+            factor = self.gate_factor(units)
+            only_experts = detached and factor == 1
+            selection = run_expert_choice(x, self.weight, self.count(units), self.gate, detached=only_experts)
         if selection is None:
             return super().forward(x), None
-        factor = self.gate_factor(selection.routing.units)
         if factor != 1:  # not the gates that the kernels made, so that these cannot be reused
             return replace(selection.routing, gate=selection.routing.gate * factor), None
         return selection.routing, selection
+
+    def patch_choice(self, x: Tensor) -> PatchChoice | None:
+        """What kernels need to route such a map (B, C, H, W); None if the router does something else as well."""
+        if type(self).scores is not Router.scores or type(self).choose is not ExpertChoice.choose:
+            return None
+        units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
+        if x.shape[1] != self.in_channels or self.gate_factor(units) != 1:
+            return None
+        return PatchChoice(self.weight, self.count(units), self.gate)
 
     def gate_factor(self, units: int) -> float:
         """Returns what gates are multiplied by, for so many patches or tokens of an image; subclasses may rescale."""

@@ -1,6 +1,7 @@
 """Experts over selected patches as torch operators, with fake implementations for tracing and with gradients.
 
     patch_route        x → scores, each expert's top patches, gates, slots
+    patch_route_conv   patch_route and patch_conv in one
     patch_slots        index → slots
     patch_statistics   mean and variance of masked maps; updates the running ones
     patch_conv         y = Σ_e G_e ⊙ conv_e(f_e(M_e ⊙ x)), or conv_e(f_e(G_e ⊙ x))
@@ -69,7 +70,7 @@ from moesaic.ops.triton.scatter import (
 )
 from moesaic.ops.weight_layout import empty_weight_like
 
-__all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
+__all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_route_conv", "patch_slots", "patch_statistics"]
 
 # expert choice -------------------------------------------------------------------------------------------------------
 
@@ -171,29 +172,8 @@ def patch_conv(
 
     That is the experts' inputs (E, M1, C) of 1×1 kernels, and the outputs (E, …, O) before the gate multiplies them.
     """
-    inputs, opts = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(inputs, Constants(*constants), opts, eps)
-    save, on_input = opts.save, opts.gate_on_input
-    dims, bias = routed.dims, contiguous_or_none(bias)
-    spec = ScatterSpec(weight.shape[3], opts.isolated, opts.sum_experts)
-    if _uses_pointwise(inputs, opts):
-        y, ungated = pointwise.forward(routed, weight_to_taps(weight), bias, save)
-        return to_nchw(y), placeholder(x), placeholder(x) if ungated is None else ungated
-    values, contributions, background = expert_contributions(routed, weight, bias, spec)
-    pointwise_kernel = spec.kernel_size == 1
-    if not (save and pointwise_kernel):  # of larger kernels the backward pass gathers values again, which costs little
-        values = placeholder(x)
-    if pointwise_kernel and spec.sum_experts and not on_input and background is None:
-        owners = expert_choice.patch_owners(routed.slots, dims.L)
-        y, ungated = sum_over_experts(contributions, dims, owners, routed.output_gate, bias, None), None
-    else:
-        y, ungated = scatter(
-            contributions, dims, routed.slots, routed.output_gate, bias, spec, background=background,
-            save=save and not pointwise_kernel and not on_input,
-        )  # fmt: skip
-    if ungated is None:
-        ungated = contributions if save and pointwise_kernel and not on_input else placeholder(x)
-    return to_nchw(y), values, ungated
+    inputs = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias)
+    return _conv_forward(inputs, Constants(*constants), PatchOptions.unflatten(options), eps)
 
 
 @patch_conv.register_fake
@@ -253,6 +233,35 @@ def patch_conv_backward(
     grad_weight = matmuls.finish()
     grad_weight = placeholder(grad) if grad_weight is None else grad_weight
     return ConvInputs(of_input.x, grad_weight, grad_bias, *of_input[1:])
+
+
+def _conv_forward(
+    inputs: ConvInputs, constants: Constants, opts: PatchOptions, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `patch_conv` returns."""
+    x, weight, bias = inputs.x, inputs.weight, contiguous_or_none(inputs.bias)
+    routed = RoutedMap.of(inputs, constants, opts, eps)
+    save, on_input = opts.save, opts.gate_on_input
+    dims = routed.dims
+    spec = ScatterSpec(weight.shape[3], opts.isolated, opts.sum_experts)
+    if _uses_pointwise(inputs, opts):
+        y, ungated = pointwise.forward(routed, weight_to_taps(weight), bias, save)
+        return to_nchw(y), placeholder(x), placeholder(x) if ungated is None else ungated
+    values, contributions, background = expert_contributions(routed, weight, bias, spec)
+    pointwise_kernel = spec.kernel_size == 1
+    if not (save and pointwise_kernel):  # of larger kernels the backward pass gathers values again, which costs little
+        values = placeholder(x)
+    if pointwise_kernel and spec.sum_experts and not on_input and background is None:
+        owners = expert_choice.patch_owners(routed.slots, dims.L)
+        y, ungated = sum_over_experts(contributions, dims, owners, routed.output_gate, bias, None), None
+    else:
+        y, ungated = scatter(
+            contributions, dims, routed.slots, routed.output_gate, bias, spec, background=background,
+            save=save and not pointwise_kernel and not on_input,
+        )  # fmt: skip
+    if ungated is None:
+        ungated = contributions if save and pointwise_kernel and not on_input else placeholder(x)
+    return to_nchw(y), values, ungated
 
 
 def _uses_pointwise(inputs: ConvInputs, options: PatchOptions) -> bool:
@@ -356,6 +365,82 @@ def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> 
 
 
 patch_conv.register_autograd(_conv_backward, setup_context=_conv_setup)
+
+
+@direct_operator("moesaic::patch_route_conv")
+def patch_route_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, patches: int, options: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`patch_route` and `patch_conv` in one, where nobody else asks for the routing: the map and what both save.
+
+    All but the map is without a gradient, and empty without ``options.save``.
+    """
+    opts = PatchOptions.unflatten(options)
+    scores, index, gate, slots = expert_choice.choose_patches(
+        to_nhwc(x), router_by_pixel(router), patches, router.shape[2], opts.gate_kind
+    )
+    given, constants = _chosen(x, weight, bias, router, scores, index, gate, slots, opts)
+    y, values, ungated = _conv_forward(given, constants, opts, 0.0)
+    if not opts.save:
+        scores, index, gate, slots = (placeholder(each) for each in (scores, index, gate, slots))
+    return y, values, ungated, scores, index, gate, slots
+
+
+def _chosen(
+    x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, scores: Tensor, index: Tensor, gate: Tensor,
+    slots: Tensor, opts: PatchOptions,
+) -> tuple[ConvInputs, Constants]:  # fmt: skip
+    """Arguments of `patch_conv` on such a choice."""
+    if opts.gate_kind == expert_choice.GATE_KINDS["one"]:  # which has no gradient
+        return ConvInputs(x, weight, bias, gate, None, None, None), Constants(index, slots, None, None, None)
+    return ConvInputs(x, weight, bias, gate, router, None, None), Constants(index, slots, scores, None, None)
+
+
+@patch_route_conv.register_fake
+def _(x, weight, bias, router, patches, options):
+    opts = PatchOptions.unflatten(options)
+    (B, _, H, W), (E, O, C, ks, _), p = x.shape, weight.shape, opts.patch_size
+    N, M, acc_type = (H // p) * (W // p), B * patches * p**2, acc_dtype(x.dtype)
+    index = x.new_empty(B, E, patches, dtype=torch.int64)
+    routing = (
+        x.new_empty(B, N, E, dtype=acc_type),
+        index,
+        x.new_empty(B, E, patches, dtype=acc_type),
+        x.new_empty(B, E, N, dtype=torch.int32),
+    )
+    given, _ = _chosen(x, weight, bias, router, *routing, opts)
+    y = empty_map_like(x, O if opts.sum_experts else E * O, weight.dtype)
+    saves_values = opts.save and ks == 1 and not _uses_pointwise(given, opts)
+    values = weight.new_empty(E, M, C) if saves_values else x.new_empty(0)
+    ungated = weight.new_empty(E, M, O) if opts.save and not opts.gate_on_input else x.new_empty(0)
+    return y, values, ungated, *(each if opts.save else each.new_empty(0) for each in routing)
+
+
+def _route_conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, _, ctx.options = inputs
+    _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved, *tensors)
+
+
+def _route_conv_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
+    need_x, need_weight, need_bias, need_router = ctx.needs_input_grad[:4]
+    if grad is None:
+        return None, None, None, None, None, None
+    values, ungated, scores, index, gate, slots, x, weight, bias, router = ctx.saved_tensors
+    opts = PatchOptions.unflatten(ctx.options)
+    given, constants = _chosen(x, weight, bias, router, scores, index, gate, slots, opts)
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    found = patch_conv_backward(
+        grad, [values, ungated], list(given), list(constants), ctx.options, 0.0, need_x or need_router, need_weight
+    )
+    needs = ConvInputs(need_x, need_weight, need_bias, False, need_router, False, False)
+    of = ConvInputs(*needed_gradients(found, needs))
+    return of.x, of.weight, of.bias, of.router, None, None
+
+
+patch_route_conv.register_autograd(_route_conv_backward, setup_context=_route_conv_setup)
 
 
 # MLPs ----------------------------------------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ class PatchOptions(NamedTuple):
     activation: int = 0
     """Of expert MLPs: an index of `moesaic.ops.triton.activation.ACTIVATIONS`."""
 
-    def flatten(self) -> list[int]:
+    def flatten(self) -> tuple[int, ...]:
         """Integers, as an operator takes them."""
-        return [int(value) for value in self]
+        return tuple([int(value) for value in self])
 
     @classmethod
     def unflatten(cls, values: Sequence[int]) -> PatchOptions:
