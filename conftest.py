@@ -23,9 +23,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 SEED = int(os.environ.get("MOESAIC_TEST_SEED", "0"))
 """Seeds every generator and shuffles the tests; ``make test SEED=n`` sets it."""
 
+HAS_ACCELERATOR = torch.accelerator.is_available()
+
 
 def seed_torch(seed: int) -> None:
-    torch.manual_seed(seed + 0x6D6F65)  # not 0, 1, 2, …, with which tests seed inputs: weights would equal them
+    seed += 0x6D6F65  # not 0, 1, 2, …, with which tests seed inputs: weights would equal them
+    if HAS_ACCELERATOR:
+        torch.manual_seed(seed)
+    else:  # the same numbers; `manual_seed` also formats the stack, three times, in case that a device starts later
+        torch.default_generator.manual_seed(seed)
 
 
 def seed_generators() -> None:
