@@ -1,6 +1,8 @@
 """Networks with channel gates in float64, for tests of frozen networks."""
 
+import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,8 +78,16 @@ def gate(network: nn.Module, **options: Any) -> DeepMoE:
 
 
 def build(name: str = "blocks") -> DeepMoE:
+    """A copy of the gated network of that name, and random numbers as they are after it was made."""
+    model, random_state = _built(name)
+    torch.set_rng_state(random_state)
+    return copy.deepcopy(model)
+
+
+@cache
+def _built(name: str) -> tuple[DeepMoE, Tensor]:
     make, options = NETWORKS[name]
-    return gate(make(), **options)
+    return gate(make(), **options), torch.get_rng_state()
 
 
 def images(batch: int, seed: int = 0, size: int = 32) -> Tensor:
