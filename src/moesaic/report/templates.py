@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from moesaic.report.style import COLOURS, ON_DARK
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 __all__ = ["render"]
 
@@ -15,6 +19,12 @@ def render(template: str, *, package: str = "moesaic.report", **values: Any) -> 
     The only unescaped values are SVG drawings of matplotlib, which escapes text, moesaic's own scripts, and JSON
     without "<".
     """
+    return _environment(package).get_template(template).render(light=COLOURS, dark=ON_DARK, **values)
+
+
+@cache
+def _environment(package: str) -> Environment:
+    """One for each package, so that a template is compiled once and not for every page."""
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -25,7 +35,7 @@ def render(template: str, *, package: str = "moesaic.report", **values: Any) -> 
         lstrip_blocks=True,
     )
     environment.filters["prose"] = _prose
-    return environment.get_template(template).render(light=COLOURS, dark=ON_DARK, **values)
+    return environment
 
 
 def _prose(text: str) -> str:
