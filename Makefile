@@ -46,8 +46,10 @@ help:
 demo: $(PAPERS)
 	$(VENV)/bin/moesaic reproduce --preset quick
 
+# Bytecode is kept even where the environment says otherwise: rewriting the asserts of all tests takes seconds, in each
+# worker, and every process that a test starts would compile its modules again.
 test: lint
-	MOESAIC_TEST_SEED=$(SEED) $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+	MOESAIC_TEST_SEED=$(SEED) PYTHONDONTWRITEBYTECODE= $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(DEV)
 	$(VPY) -m ruff check
