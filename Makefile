@@ -21,12 +21,14 @@ install = touch $(UNFINISHED) && $(pip) -e $(1) $(if $(2),&& $(pip) --no-deps $(
 # timm for its tests, as it is: pip would look for a torch to go with torchvision, and the tests need no torchvision
 TIMM := timm torchvision
 
+TYPES := $(VPY) -m basedpyright --pythonpath $(VPY)
+
 SEED ?= 0
 MINUTES ?= 5
 COUNT ?= 200
 JOBS ?= 2
 
-.PHONY: help demo test lint fuzz mutate docs dist bench clean
+.PHONY: help demo test lint style fuzz mutate docs dist bench clean
 # two pips must not write to one environment
 .NOTPARALLEL:
 
@@ -48,13 +50,18 @@ demo: $(PAPERS)
 
 # Bytecode is kept even where the environment says otherwise: rewriting the asserts of all tests takes seconds, in each
 # worker, and every process that a test starts would compile its modules again.
-test: lint
-	MOESAIC_TEST_SEED=$(SEED) PYTHONDONTWRITEBYTECODE= $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal
+# Types are checked while the tests run: alone, the checker would leave all cores but one idle.
+test: style
+	$(TYPES) & types=$$!; \
+	MOESAIC_TEST_SEED=$(SEED) PYTHONDONTWRITEBYTECODE= $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal; \
+	tests=$$?; wait $$types && exit $$tests
 
-lint: $(DEV)
+lint: style
+	$(TYPES)
+
+style: $(DEV)
 	$(VPY) -m ruff check
 	$(VPY) -m ruff format --check
-	$(VPY) -m basedpyright --pythonpath $(VPY)
 
 fuzz: $(DEV)
 	$(VPY) tools/fuzz.py --minutes $(MINUTES) $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
