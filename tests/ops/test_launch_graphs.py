@@ -102,23 +102,30 @@ def captured_operator(steps, multiplies=None) -> CapturedOperator:
     return made
 
 
-def run(operator: CapturedOperator, x: Tensor) -> Tensor:
-    (found,) = operator.run([x], [x.data_ptr()])
-    return found
+def run(operator: CapturedOperator, x: Tensor) -> Tensor | None:
+    found = operator.run([x], [x.data_ptr()])
+    return found if found is None else found[0]
+
+
+def at_one_address(operator: CapturedOperator, held: Tensor | None = None) -> None:
+    """Makes outputs lie at the same address every time, as torch's allocator of GPU memory would."""
+    held = torch.empty(8, dtype=BYTES) if held is None else held
+    operator._empties = [lambda: held]
 
 
 def test_a_graph_is_captured_when_addresses_come_again(fake):
     streams = []
     operator = captured_operator([lambda slots, addresses, stream: streams.append(stream)])
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]  # memory at the same address every time
+    at_one_address(operator)
     x, other = torch.zeros(3), torch.zeros(3)
-    run(operator, x)
+    assert run(operator, x) is None  # new inputs, which are left to the plan
+    assert run(operator, x) is not None
     assert (fake.captured, streams) == (0, [0])  # step by step, on the default stream
     run(operator, x)
     assert (fake.captured, fake.launched, streams) == (1, 1, [0, 77])
     run(operator, x)
     assert (fake.captured, fake.launched, streams) == (1, 2, [0, 77])
+    assert run(operator, other) is None
     run(operator, other)
     assert (fake.captured, fake.launched, streams) == (1, 2, [0, 77, 0])
     del operator
@@ -126,12 +133,24 @@ def test_a_graph_is_captured_when_addresses_come_again(fake):
     assert fake.destroyed == 1
 
 
-def test_settings_of_matmuls_have_graphs_of_their_own(fake, monkeypatch):
+def test_outputs_elsewhere_have_a_graph_of_their_own(fake):
+    runs = []
+    operator = captured_operator([lambda slots, addresses, stream: runs.append(addresses[1])])
+    x, held = torch.zeros(3), [torch.empty(8, dtype=BYTES) for _ in range(2)]
+    turns = iter(range(100))
+    operator._empties = [lambda: held[next(turns) % 2]]
+    for _ in range(9):
+        run(operator, x)
+    assert fake.captured == 2
+    assert fake.launched == 9 - 1 - 2
+    assert set(runs) == {each.data_ptr() for each in held}
+
+
+def test_settings_of_matmuls_have_graphs_of_their_own(fake):
     operator = captured_operator([lambda slots, addresses, stream: None], torch.bfloat16)
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]
+    at_one_address(operator)
     x = torch.zeros(3)
-    for _ in range(3):
+    for _ in range(4):
         run(operator, x)
     assert (fake.captured, fake.launched, fake.multiplies) == (1, 2, [torch.bfloat16])
     allowed = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -150,44 +169,49 @@ def test_the_work_is_done_where_there_can_be_no_graph(fake, monkeypatch, refuses
         monkeypatch.setattr(launch_graphs, "driver", lambda device: None)
     runs = []
     operator = captured_operator([lambda slots, addresses, stream: runs.append(stream)])
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]
-    for _ in range(4):
-        run(operator, torch.zeros(3))
-        x = torch.zeros(3)
-    for _ in range(4):
-        run(operator, x)
-    assert runs.count(0) == 8  # each call, whether or not a capture was tried
+    at_one_address(operator)
+    x = torch.zeros(3)
+    left = [run(operator, x) is None for _ in range(3)]
+    assert left == [True, False, False]
+    assert runs.count(0) == 2  # whether or not a capture was tried
     assert operator.is_on == (refuses == "launch")
 
 
-def test_capturing_stops_where_addresses_change_all_the_time(fake):
+def test_capturing_stops_where_graphs_are_not_replayed(fake):
     operator = captured_operator([lambda slots, addresses, stream: None])
-    tensors = [torch.zeros(3) for _ in range(40)]
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]
-    for x in tensors:
-        run(operator, x)
-        run(operator, x)  # a second time, and never again
+    at_one_address(operator)
+    for x in [torch.zeros(3) for _ in range(40)]:
+        for _ in range(3 * operator.is_on):  # the third time from a graph, and never again
+            run(operator, x)
     assert fake.captured == launch_graphs._TRIALS
     assert not operator.is_on
-    assert not operator._graphs
+    assert not operator._known
     assert fake.destroyed == fake.captured
 
 
 def test_graphs_that_are_replayed_stay_and_their_number_is_limited(fake, monkeypatch):
     monkeypatch.setattr(launch_graphs, "_MOST", 3)
     operator = captured_operator([lambda slots, addresses, stream: None])
-    tensors = [torch.zeros(3) for _ in range(30)]
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]
-    for x in tensors:
-        for _ in range(10):
+    at_one_address(operator)
+    for x in [torch.zeros(3) for _ in range(30)]:
+        for _ in range(12):
             run(operator, x)
     assert operator.is_on
     assert fake.captured == 30
-    assert len(operator._graphs) <= 3
-    assert len(operator._seen) <= 3
+    assert len(operator._known) <= 3
+    assert fake.captured - fake.destroyed <= 3
+
+
+def test_places_of_outputs_that_never_come_again_are_forgotten(fake):
+    operator = captured_operator([lambda slots, addresses, stream: None])
+    x = torch.zeros(3)
+    held = []
+    operator._empties = [lambda: held.append(torch.empty(8, dtype=BYTES)) or held[-1]]
+    for _ in range(50):
+        run(operator, x)
+    assert fake.captured == 0
+    (places,) = operator._known.values()
+    assert len(places) <= launch_graphs._MOST_PER_INPUTS
 
 
 def recorded(work, *given):
@@ -264,20 +288,18 @@ def test_a_plan_on_another_device_has_no_graph(fake, monkeypatch):
     assert fake.captured == fake.launched == 0
     (plan,) = planned._plans.values()
     plan.captured.is_on = True  # otherwise as on the default stream of a GPU
-    held = torch.empty(3)
-    plan.captured._empties = [lambda: held]
-    for _ in range(4):
+    at_one_address(plan.captured, torch.empty(3))
+    for _ in range(5):
         planned(x)
     assert (fake.captured, fake.launched) == (1, 3)
 
 
 def test_a_graph_does_not_keep_tensors_alive(fake):
     operator = captured_operator([lambda slots, addresses, stream: None])
-    held = torch.empty(8, dtype=BYTES)
-    operator._empties = [lambda: held]
+    at_one_address(operator)
     x = torch.zeros(3)
-    run(operator, x)
-    run(operator, x)
+    for _ in range(3):
+        run(operator, x)
     assert fake.captured == 1
     reference = weakref.ref(x)
     del x

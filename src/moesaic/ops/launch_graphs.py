@@ -33,7 +33,9 @@ Launch = Callable[[list[Any], list[int], int], None]
 """``launch(slots, addresses, stream)``, as in `moesaic.ops.launch_plan`."""
 
 _MOST = 128
-"""Graphs of one plan: layers of one shape share it and differ in the addresses of their weights."""
+"""Sets of input addresses of one plan: layers of one shape share it and differ in the addresses of their weights."""
+_MOST_PER_INPUTS = 8
+"""Graphs for one set of inputs, which differ in where the outputs lie."""
 _TRIALS = 16
 """Graphs that are captured before it counts how often they were replayed."""
 _WORTH = 4
@@ -166,7 +168,8 @@ class GraphDriver:
     def _capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> Graph | None:
         exchange, begin, end, instantiate, destroy = self._capture_functions
         device, stream = self._device, self._stream
-        with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), torch.no_grad():
+        context = torch.inference_mode()  # in which memory of either kind may be written
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), context:
             if multiplies is not None:  # allocates the workspace, where torch does not have it already
                 small = torch.ones(1, 8, 8, dtype=multiplies, device=f"cuda:{device}")
                 torch.bmm(small, small)
@@ -234,24 +237,37 @@ class CapturedOperator:
         self.output_slots = [each.slot for each in outputs]
         self._empties = [each.empty for each in outputs]
         self._multiplies = multiplies
-        self._graphs: dict[Any, Graph] = {}
-        self._seen: dict[Any, None] = {}
+        self._known: dict[tuple[int, ...], dict[Any, Graph | None]] = {}
+        """By addresses of inputs: graphs by addresses of arena and outputs, None for those that were seen once."""
         self._captured = self._replayed = 0
         self._driver: GraphDriver | None = None
         self._device = device
         self.is_on = bool(steps) and device.type == "cuda"
         """Whether it is worth while."""
 
-    def run(self, inputs: list[Tensor], addresses: list[int]) -> list[Tensor]:
-        """Does the work on the default stream, and returns the outputs."""
+    def run(self, inputs: list[Tensor], addresses: list[int]) -> list[Tensor] | None:
+        """Does the work on the default stream and returns the outputs; None if these inputs are new, or it is off."""
+        at = tuple(addresses)
+        graphs = self._known.get(at)
+        if graphs is None:
+            if len(self._known) >= _MOST:
+                self._known = {}
+            self._known[at] = {}
+            return None
         arena = self._empty_arena()
         outputs = [empty() for empty in self._empties]
-        at = [*addresses, arena.data_ptr(), *[each.data_ptr() for each in outputs]]
-        key = (*at, _matmul_settings()) if self._multiplies is not None else tuple(at)
-        graph = self._graphs.get(key)
+        key: Any = (arena.data_ptr(), *[each.data_ptr() for each in outputs])
+        if self._multiplies is not None:
+            key = key, _matmul_settings()
+        graph = graphs.get(key)
+        if graph is None and key in graphs:
+            graph = graphs[key] = self._capture(inputs, arena, outputs)
         if graph is None:
-            graph = self._new_graph(key, inputs, arena, outputs)
-        if graph is not None and self._driver is not None and self._driver.launch(graph):
+            if len(graphs) >= _MOST_PER_INPUTS:
+                graphs.clear()
+            graphs[key] = None
+            self.work(inputs, arena, outputs, 0)
+        elif self._driver is not None and self._driver.launch(graph):
             self._replayed += 1
         else:
             self.work(inputs, arena, outputs, 0)
@@ -281,33 +297,20 @@ class CapturedOperator:
         """An arena, and memory for outputs."""
         return self._empty_arena(), [empty() for empty in self._empties]
 
-    def _new_graph(self, key: Any, inputs: list[Tensor], arena: Tensor, outputs: list[Tensor]) -> Graph | None:
-        """Captures a graph for addresses that were seen before; None otherwise."""
-        if key not in self._seen:
-            if len(self._seen) >= _MOST:
-                self._seen.clear()
-            self._seen[key] = None
-            return None
-        if self._captured >= _TRIALS and self._replayed < _WORTH * self._captured:
-            self._turn_off()
-            return None
-        if self._driver is None:
-            self._driver = driver(self._device.index)
+    def _capture(self, inputs: list[Tensor], arena: Tensor, outputs: list[Tensor]) -> Graph | None:
+        """Captures a graph, if graphs are worth while."""
         graph = None
-        if self._driver is not None:
-            graph = self._driver.capture(lambda stream: self.work(inputs, arena, outputs, stream), self._multiplies)
+        if self._captured < _TRIALS or self._replayed >= _WORTH * self._captured:
+            if self._driver is None:
+                self._driver = driver(self._device.index)
+            if self._driver is not None:
+                graph = self._driver.capture(lambda stream: self.work(inputs, arena, outputs, stream), self._multiplies)
         if graph is None:
-            self._turn_off()
-            return None
-        if len(self._graphs) >= _MOST:
-            self._graphs = {}
-        self._captured += 1
-        self._graphs[key] = graph
+            self.is_on = False
+            self._known = {}
+        else:
+            self._captured += 1
         return graph
-
-    def _turn_off(self) -> None:
-        self.is_on = False
-        self._graphs, self._seen = {}, {}
 
 
 def _matmul_settings() -> tuple[Any, ...]:

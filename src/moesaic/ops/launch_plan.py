@@ -398,7 +398,9 @@ class _Plan:
         stream = _C._cuda_getCurrentRawStream(device) if device >= 0 else 0
         captured = self.captured
         if stream == 0 and captured is not None and captured.is_on:
-            return self.result(inputs, captured.run(inputs, addresses))
+            outputs = captured.run(inputs, addresses)
+            if outputs is not None:
+                return self.result(inputs, outputs)
         slots: list[Any] = [*inputs, *[None] * (self._slots - len(inputs))]
         addresses = [*addresses, *[0] * (self._slots - len(inputs))]
         for step in self._steps:
