@@ -263,6 +263,30 @@ def test_other_operators_have_plans_without_graphs(work):
     assert "in a graph" in recorder.uncapturable
 
 
+def test_few_launches_have_no_graph(monkeypatch):
+    """Launching the graph would take the host as long."""
+    paying: list[bool] = []
+    make = CapturedOperator.__init__
+
+    def init(self, *given, pays: bool) -> None:
+        paying.append(pays)
+        make(self, *given, pays=pays)
+
+    monkeypatch.setattr(CapturedOperator, "__init__", init)
+
+    def launches(count: int, x: Tensor) -> Tensor:
+        y = torch.empty(6, dtype=torch.float64)
+        for _ in range(count):
+            launch(x, y)
+        return y
+
+    x = torch.zeros(6, dtype=torch.float64)
+    for count in (1, 2, 3):
+        recorded(lambda x, count=count: launches(count, x), x)
+    recorded(lambda x: x + 1, x)  # a torch operator takes longer
+    assert paying == [False, False, True, True]
+
+
 def test_zeros_sums_and_copies_are_part_of_a_graph():
     def work(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
         zeros = torch.zeros_like(x)

@@ -216,7 +216,8 @@ class CapturedOperator:
         workspaces: memory that it needs while it runs.
         outputs: memory that it returns.
         multiplies: dtype of the matrices that it multiplies by cuBLAS, if it does.
-        device: index of the GPU.
+        device: the GPU.
+        pays: whether a graph takes the host less time than the steps.
     """
 
     def __init__(
@@ -227,6 +228,8 @@ class CapturedOperator:
         outputs: Sequence[OutputMemory],
         multiplies: torch.dtype | None,
         device: torch.device,
+        *,
+        pays: bool = True,
     ) -> None:
         self._steps = list(steps)
         self._slots = slots
@@ -242,8 +245,8 @@ class CapturedOperator:
         self._captured = self._replayed = 0
         self._driver: GraphDriver | None = None
         self._device = device
-        self.is_on = bool(steps) and device.type == "cuda"
-        """Whether it is worth while."""
+        self.is_on = pays and device.type == "cuda"
+        """Whether the plan asks for a graph."""
 
     def run(self, inputs: list[Tensor], addresses: list[int]) -> list[Tensor] | None:
         """Does the work on the default stream and returns the outputs; None if these inputs are new, or it is off."""

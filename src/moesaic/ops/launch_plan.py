@@ -49,6 +49,10 @@ _MOST = 256
 """Plans per operator; with more shapes, the oldest go."""
 _RECENT = 16
 """Kinds of arguments that are compared first."""
+_LAUNCHES_PER_GRAPH = 3
+"""Launches of kernels that take the host about as long as that of a graph."""
+_LAUNCHES_PER_CALL = 3
+"""Launches that take the host about as long as the call of a torch operator."""
 _SMALL = 1 << 18
 """Bytes up to which workspaces share an allocation, and stay until the end of the operator."""
 _ALIGNED = 512
@@ -298,7 +302,9 @@ class Recorder(TorchDispatchMode):
                 views = [each for each in places if each.slot == memory.place.slot]
                 outputs.append(memory.output(number, views, memory.place.slot in self._as_tensors))
         steps = [each for each in self._in_graph if each is not None]
-        return CapturedOperator(steps, len(self._metadata), workspaces, outputs, self._multiplies, *devices)
+        launches = sum(step is each for step, each in zip(self._steps, self._in_graph, strict=True))
+        pays = launches + _LAUNCHES_PER_CALL * (len(steps) - launches) >= _LAUNCHES_PER_GRAPH
+        return CapturedOperator(steps, len(self._metadata), workspaces, outputs, self._multiplies, *devices, pays=pays)
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         outputs = _as_tensors(found)
