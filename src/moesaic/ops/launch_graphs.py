@@ -159,7 +159,10 @@ class GraphDriver:
 
         ``multiplies``: the dtype of matrices that it multiplies by cuBLAS, if it does.
         """
-        return self._thread.submit(self._capture, record, multiplies).result()
+        try:
+            return self._thread.submit(self._capture, record, multiplies).result()
+        except RuntimeError:  # no memory; or the interpreter ends, and starts no work in threads any more
+            return None
 
     def launch(self, graph: Graph) -> bool:
         """Launches on the default stream; returns whether it was launched."""
@@ -167,17 +170,16 @@ class GraphDriver:
 
     def _capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> Graph | None:
         exchange, begin, end, instantiate, destroy = self._capture_functions
-        device, stream = self._device, self._stream
-        context = torch.inference_mode()  # in which memory of either kind may be written
-        with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), context:
-            if multiplies is not None:  # allocates the workspace, where torch does not have it already
-                small = torch.ones(1, 8, 8, dtype=multiplies, device=f"cuda:{device}")
-                torch.bmm(small, small)
-            mode, graph, executable = ctypes.c_int(_RELAXED), ctypes.c_void_p(), ctypes.c_void_p()
-            handle = ctypes.c_void_p(stream.cuda_stream)
-            if exchange(ctypes.byref(mode)):
-                return None
-            try:
+        device, stream, mode = self._device, self._stream, ctypes.c_int(_RELAXED)
+        if exchange(ctypes.byref(mode)):
+            return None
+        try:
+            context = torch.inference_mode()  # in which memory of either kind may be written
+            with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), context:
+                if multiplies is not None:  # allocates the workspace, where torch does not have it already
+                    small = torch.ones(1, 8, 8, dtype=multiplies, device=f"cuda:{device}")
+                    torch.bmm(small, small)
+                handle, graph, executable = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_void_p()
                 if begin(handle, _RELAXED):
                     return None
                 problem = False
@@ -192,8 +194,8 @@ class GraphDriver:
                 failed = problem or instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
                 destroy(graph)
                 return None if failed else Graph(executable, self._destroy)
-            finally:
-                exchange(ctypes.byref(mode))
+        finally:
+            exchange(ctypes.byref(mode))
 
 
 @lru_cache
