@@ -97,7 +97,7 @@ def fake(monkeypatch):
 
 
 def captured_operator(steps, multiplies=None) -> CapturedOperator:
-    made = CapturedOperator(steps, 2, [], [output(1, 8, 0)], multiplies, CPU)
+    made = CapturedOperator(steps, 2, [], [output(1, 8, 0)], multiplies, CPU, pays=True)
     made.is_on = True  # as on a GPU
     return made
 

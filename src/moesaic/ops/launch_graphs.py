@@ -231,7 +231,7 @@ class CapturedOperator:
         multiplies: torch.dtype | None,
         device: torch.device,
         *,
-        pays: bool = True,
+        pays: bool,
     ) -> None:
         self._steps = list(steps)
         self._slots = slots
