@@ -1,12 +1,17 @@
-"""Environment variables of ``torchrun``: rank and number of ranks of this process. Imports nothing slow."""
+"""What ``torchrun`` tells its ranks by environment variables, and what they owe it. Imports nothing slow."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
+import sys
 
-__all__ = ["in_job", "local_rank", "local_ranks", "rank", "ranks"]
+__all__ = ["in_job", "local_rank", "local_ranks", "rank", "ranks", "signal_when_agent_dies"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SET_PARENT_DEATH_SIGNAL = 1
+"""PR_SET_PDEATHSIG of prctl."""
 
 
 def in_job() -> bool:
@@ -32,6 +37,16 @@ def local_rank() -> int:
 def local_ranks() -> int:
     """Returns the number of ranks on this machine; 1 outside of a job."""
     return max(_number("LOCAL_WORLD_SIZE", 1), 1) if in_job() else 1
+
+
+def signal_when_agent_dies(number: signal.Signals) -> None:
+    """Lets the system send this process a signal when ``torchrun`` dies without ending its ranks; on Linux alone.
+
+    A killed torchrun ends no rank. They would train on, and keep the output folder locked, or wait half an hour for
+    ranks that never come. The last call counts.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ and in_job():
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(number), 0, 0, 0)
 
 
 def _number(name: str, default: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 _WAIT = timedelta(hours=12)
 """How long ranks wait for a decision of the first, which may have a dataset to decode."""
+
+_WAIT_FOR_AGENT = timedelta(minutes=1)
+"""How long ranks look for the store of their torchrun, which was there before them."""
 
 _dist: Any = torch.distributed  # torch types it in part
 
@@ -141,11 +145,13 @@ def join_job(device: torch.device | str) -> Ranks | None:
         if not torchrun_env.in_job():
             return None
         _share_cores()
+        torchrun_env.signal_when_agent_dies(signal.SIGKILL)  # no handler runs while a rank waits for the others
         if device.type == "cuda":
             torch.cuda.set_device(device)
             _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_own_keys())
         else:
             _dist.init_process_group("gloo", **_own_keys())
+        torchrun_env.signal_when_agent_dies(signal.SIGTERM)  # with which training saves its state
     if _dist.get_world_size() == 1:
         return None
     if _Joined.ranks is None or _Joined.ranks.world is not _dist.group.WORLD:
@@ -162,7 +168,8 @@ def _own_keys() -> dict[str, Any]:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torchrun_env.local_ranks() != torchrun_env.ranks():
         return {}
-    store, rank, ranks = next(_dist.rendezvous("env://"))
+    store, rank, ranks = next(_dist.rendezvous("env://", timeout=_WAIT_FOR_AGENT))
+    store.set_timeout(_dist.constants.default_pg_timeout)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": _dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": ranks}
 
