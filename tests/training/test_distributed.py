@@ -445,6 +445,18 @@ def test_one_process_is_no_job():
     assert create_parallel("fsdp", CPU).ranks is None
 
 
+def test_ranks_do_not_wait_for_each_other_without_their_torchrun(monkeypatch):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    job = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in (job | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConnectionError, match="torchrun has ended before its ranks met; start the job again"):
+        ranks_module.join_job("cpu")
+
+
 def test_a_rank_takes_the_gpu_of_its_place_on_the_machine_unless_one_is_named(monkeypatch):
     cuda, third = torch.device("cuda"), torch.device("cuda", 2)
     assert [ranks_module.local_device(each) for each in (CPU, cuda, third)] == [CPU, cuda, third], "outside of a job"

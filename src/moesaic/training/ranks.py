@@ -6,9 +6,11 @@ of decisions on the CPU, for which no GPU has to be waited for.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -26,8 +28,8 @@ T = TypeVar("T")
 _WAIT = timedelta(hours=12)
 """How long ranks wait for a decision of the first, which may have a dataset to decode."""
 
-_WAIT_FOR_AGENT = timedelta(minutes=1)
-"""How long ranks look for the store of their torchrun, which was there before them."""
+_WAIT_FOR_AGENT = 60.0
+"""Seconds in which the store of a torchrun on this machine must answer: it was there before its ranks."""
 
 _dist: Any = torch.distributed  # torch types it in part
 
@@ -168,10 +170,21 @@ def _own_keys() -> dict[str, Any]:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torchrun_env.local_ranks() != torchrun_env.ranks():
         return {}
-    store, rank, ranks = next(_dist.rendezvous("env://", timeout=_WAIT_FOR_AGENT))
-    store.set_timeout(_dist.constants.default_pg_timeout)
+    _check_agent()
+    store, rank, ranks = next(_dist.rendezvous("env://"))
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return {"store": _dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": ranks}
+
+
+def _check_agent() -> None:
+    """Refuses to wait for a torchrun that died before this rank could ask for a signal at its death."""
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(address, timeout=_WAIT_FOR_AGENT).close()
+    except OSError as error:
+        raise ConnectionError(
+            errno.ECONNREFUSED, "torchrun has ended before its ranks met; start the job again"
+        ) from None
 
 
 def _share_cores() -> None:
