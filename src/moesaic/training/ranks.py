@@ -181,7 +181,7 @@ def _check_agent() -> None:
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, timeout=_WAIT_FOR_AGENT).close()
-    except OSError as error:
+    except OSError:
         raise ConnectionError(
             errno.ECONNREFUSED, "torchrun has ended before its ranks met; start the job again"
         ) from None
