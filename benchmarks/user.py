@@ -12,8 +12,8 @@ are reached.
     mlp        expert-choice MLPs on tokens against a dense MLP of equal arithmetic
     wrn        WRN-10-10-pMoE against WRN-10-10: a plain AMP loop with SGD, eager and compiled
     timm       resnet50 and convnext_tiny with converted layers against the same as they are (needs timm)
-    samples    SampleMoE with four ResNet18 against one, in its first steps and later: grouped, as a GPU runs them, and
-               one by one
+    samples    SampleMoE with four ResNet18 against one, in its first steps and later: padded to repeated sizes, as a
+               GPU runs them, and the plain loop
     channels   VGG-16 with gates in blocks of 32, a quarter open, against the plain one and BatchNorm folded
     thread     the steps above again with torch.autograd.set_multithreading_enabled(False), for both
     fit        images per second of `moesaic.training.fit`, WRN-pMoE over WRN: eager and from CUDA graphs; and those of
@@ -282,9 +282,9 @@ def other_networks(options: Options) -> Iterator[Row]:
 
 
 def samples(options: Options) -> Iterator[Row]:
-    """Four networks of which each sample uses one, grouped and one by one, against one network on all samples."""
-    batch, width, early, late = options.pick(512, 8), 1.0 if not options.small else 0.125, options.pick(40, 2), 200
-    names = {True: "experts grouped", False: "experts one by one"}
+    """Four networks of which each sample uses one, padded and in a plain loop, against one network on all samples."""
+    batch, width, early, late = options.pick(512, 32), 1.0 if not options.small else 0.125, options.pick(40, 2), 200
+    names = {True: "padded", False: "plain loop"}
     for benchmark in (False, True) if options.device == "cuda" else (False,):
         torch.backends.cudnn.benchmark = benchmark
         suffix = ", cudnn.benchmark" if benchmark else ""
@@ -293,24 +293,24 @@ def samples(options: Options) -> Iterator[Row]:
         one = on_device(ResNet(18, num_classes=10, width=width), options).train()
         runs = {"one": training_step(one, x, 10, options)}
         runs["one"]()
-        for grouped, name in names.items():
-            if benchmark and not grouped:
+        for pad, name in names.items():
+            if benchmark and not pad:
                 continue  # cuDNN would try its algorithms for every new size: minutes for forty steps
             router = SampleRouter(3, experts=4, patch_size=4)
             experts = [ResNet(18, num_classes=10, width=width) for _ in range(4)]
-            mixture = on_device(moesaic.SampleMoE(router, experts, grouped=grouped), options).train()
+            mixture = on_device(moesaic.SampleMoE(router, experts, pad=pad), options).train()
             runs[name] = training_step(mixture, x, 10, options)
             start, peer = _elapsed(runs[name], early), _elapsed(runs["one"], early)
-            bars = (3.0, 1.3) if grouped else (None, None)
+            bars = (3.0, 1.3) if pad else (None, None)
             yield Row(f"SampleMoE of 4, {name}: first {early} steps{suffix}", start / peer, "× one", *bars, start, peer)
             for _ in range(0 if options.small else late - early):
                 runs[name]()
         found = time_interleaved(runs, options.repetitions, warm_up=1 if options.small else 10)
-        for grouped, name in names.items():
+        for pad, name in names.items():
             if name not in found:
                 continue
             mine, peer = found[name].median, found["one"].median
-            bars = (2.0, 1.3) if grouped else (None, None)
+            bars = (2.0, 1.3) if pad else (None, None)
             yield Row(f"SampleMoE of 4, {name}: later{suffix}", mine / peer, "× one", *bars, mine, peer)
     torch.backends.cudnn.benchmark = False
 

@@ -361,9 +361,9 @@ def test_torchs_own_wrappers_train_our_layers(loop, of_two):
 def test_an_expert_without_samples_has_a_zero_gradient_on_several_ranks_only():
     def work() -> list[list[bool]]:
         found: list[list[bool]] = []
-        for grouped in (False, True):
+        for pad in (False, True):
             experts = [nn.Linear(3, 2) for _ in range(2)]
-            layer = SampleMoE(nn.Linear(3, 2, bias=False), experts, noise=None, grouped=grouped)
+            layer = SampleMoE(nn.Linear(3, 2, bias=False), experts, noise=None, pad=pad)
             with torch.no_grad():
                 layer.router.weight.zero_()
             layer(torch.ones(4, 3)).sum().backward()

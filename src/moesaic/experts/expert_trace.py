@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
 from moesaic.ops.hooks import has_hooks
-from moesaic.ops.stacked_functions import UngroupableError
+from moesaic.ops.per_sample import NotPerSampleError
 
 __all__ = ["ModuleStates", "Operation", "Result", "trace_expert"]
 
@@ -54,7 +54,7 @@ class Operation:
 
 
 def trace_expert(expert: nn.Module, known: Callable[[nn.Module], bool]) -> list[Operation]:
-    """Returns the operations of an expert, the output last; raises `UngroupableError` if it cannot be traced.
+    """Returns the operations of an expert, the output last; raises `NotPerSampleError` if it cannot be traced.
 
     Args:
         expert: the expert.
@@ -75,13 +75,13 @@ def trace_expert(expert: nn.Module, known: Callable[[nn.Module], bool]) -> list[
         output = traced(fx.Proxy(graph.placeholder("x"), tracer))
     except Exception as error:  # tracing runs the expert's own forward, which may raise anything
         reason = " ".join(str(error).split())
-        raise UngroupableError(f"{type(expert).__name__} cannot be traced ({reason})") from error
+        raise NotPerSampleError(f"{type(expert).__name__} cannot be traced ({reason})") from error
     finally:
         drawn = _restore(generators)
     if drawn or states.changed():
-        raise UngroupableError(f"{type(expert).__name__} {'draws random numbers' if drawn else 'has a state'}")
+        raise NotPerSampleError(f"{type(expert).__name__} {'draws random numbers' if drawn else 'has a state'}")
     if not isinstance(output, fx.Proxy):
-        raise UngroupableError(f"{type(expert).__name__} returns a {type(output).__name__}")
+        raise NotPerSampleError(f"{type(expert).__name__} returns a {type(output).__name__}")
     graph.output(output.node)
     return _operations(graph, layers)
 
@@ -143,12 +143,12 @@ def _copy(
     if id(module) in copies:
         return copies[id(module)]
     if has_hooks(module):
-        raise UngroupableError(f"a {type(module).__name__} has hooks")
+        raise NotPerSampleError(f"a {type(module).__name__} has hooks")
     if known(module):
         layers[path] = module
         made: nn.Module = _Recorder(path, tracer)
     elif type(module).__module__.startswith("torch.") and type(module) not in _CONTAINERS:
-        raise UngroupableError(f"a {type(module).__name__} runs one expert at a time")
+        raise NotPerSampleError(f"a {type(module).__name__} is not known to leave samples apart")
     else:
         made = copy.copy(module)
         children = cast("Iterable[tuple[str, nn.Module | None]]", module._modules.items())  # pyright: ignore[reportPrivateUsage]

@@ -6,7 +6,7 @@ and π is the softmax of the scores. The released code's gate is ``gate="raw"``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from typing import Literal, cast, get_args
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.input_checks import check_tensor
-from moesaic.layers.grouped_experts import ExpertGrouping, GroupedExperts
+from moesaic.layers.expert_graphs import ExpertGraphs
+from moesaic.layers.padded_experts import PaddedExperts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import requested_backend, run_each
 from moesaic.ops.eager import is_plain_eager
 from moesaic.ops.global_batch import GlobalBatch, grad_sync_expected, with_zero_gradients
-from moesaic.ops.sample_groups import run_grouped
-from moesaic.ops.stacked_functions import UngroupableError
-from moesaic.ops.stacked_layers import too_few_samples
+from moesaic.ops.padded_samples import run_padded
+from moesaic.ops.per_sample import NotPerSampleError
 from moesaic.routing.router import Noise, sample_noise, stable_topk
 from moesaic.routing_record import Routing
 
@@ -57,15 +57,16 @@ class SampleMoE(RoutedLayer):
         noise_scale: factor of the noise.
         noise_in_eval: whether noise is added in eval mode too, as in the released code.
         generator: random number generator of the noise.
-        grouped: whether experts in a list that are of one architecture run as one network; see below. None: on GPUs
-            with ``torch.backends.cudnn.benchmark``, where each new number of samples costs much time; True: on every
-            device, and an error if the experts cannot; False: never.
+        pad: whether samples of experts in a list fill up few repeated sizes; see below. None: on GPUs; True: on every
+            device, and an error if an expert cannot; False: never.
 
-    Grouped, all experts take one pass, in which a layer is called once: convolutions as a grouped one, BatchNorm over
-    each expert's own samples. It equals the loop over experts. Samples fill up few repeated sizes, at most half as many
-    rows again. Experts run one after the other if they differ, draw random numbers, route, have hooks or do what cannot
-    be grouped; under ``torch.compile``, export and transforms; and in batches that are spread over processes. Code of
-    an expert's own ``forward`` runs when it is traced, not in every pass.
+    A GPU's library of convolutions plans them anew for each number of samples, which is another one in every step. So
+    the samples of an expert are filled up with repetitions of the last one to a multiple of a quarter of the mean load.
+    These have no output, and BatchNorm leaves them out: outputs, gradients and statistics are those of the samples
+    alone. As sizes repeat, training passes of an expert are replayed from CUDA graphs. Experts get their samples alone
+    if they draw random numbers, route, have hooks or do what is not known to leave samples apart; under
+    ``torch.compile``, export and transforms; and in batches that are spread over processes. Code of an expert's own
+    ``forward`` runs when it is traced, not in every pass.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -91,7 +92,7 @@ class SampleMoE(RoutedLayer):
         noise_scale: float = 1.0,
         noise_in_eval: bool = False,
         generator: torch.Generator | None = None,
-        grouped: bool | None = None,
+        pad: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(router, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -112,16 +113,15 @@ class SampleMoE(RoutedLayer):
         self.noise_scale = noise_scale
         self.noise_in_eval = noise_in_eval
         self.generator = generator
-        self.grouped: bool | None = check_choice("SampleMoE", "grouped", grouped, (None, True, False))
-        self._grouping = ExpertGrouping()
+        self.pad: bool | None = check_choice("SampleMoE", "pad", pad, (None, True, False))
+        self._padded = PaddedExperts()
         self._count = count
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._call_routing_hooks(self.route(x))
         if self._stacked:
             return self.experts(x, routing)
-        found = self._run_grouped(x, routing)
-        y, idle = self._run_one_by_one(x, routing) if found is None else found
+        y, idle = self._run_padded(x, routing) if self._may_pad(x, routing) else self._run_one_by_one(x, routing)
         if not idle or not grad_sync_expected(self) or (self.global_batch is not None and self.global_batch.has_part):
             return y
         assert isinstance(self.experts, nn.ModuleList)
@@ -161,33 +161,40 @@ class SampleMoE(RoutedLayer):
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
-    def _run_grouped(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]] | None:
-        """Runs the experts of a list as one network, and returns which did not run; None: they run one by one."""
-        if not self._may_group(x, routing):
-            return None
-        assert isinstance(self.experts, nn.ModuleList)
-        network = self._grouping.find(self.experts)
-        if isinstance(network, GroupedExperts):
-            try:
-                y, used = run_grouped(x, routing, network)
-                return y, set(range(self._count)) - used
-            except UngroupableError as error:
-                self._grouping.refuse(error)
-                network = error
-        if self.grouped:
-            raise ValueError(
-                f"SampleMoE: grouped=True, but {network}; use grouped=None, with which such experts run one by one"
-            )
-        return None
-
-    def _may_group(self, x: Tensor, routing: Routing) -> bool:
-        # cuDNN's grouped convolutions are slower than the loop, but benchmarks of every new size are slower by far
-        wanted = x.device.type == "cuda" and torch.backends.cudnn.benchmark if self.grouped is None else self.grouped
-        if not wanted:
+    def _may_pad(self, x: Tensor, routing: Routing) -> bool:
+        # on a CPU nothing is planned, and the rows that fill up take time
+        if not (x.device.type == "cuda" if self.pad is None else self.pad):
             return False
         if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
             return False
-        return self._count > 1 and x.ndim > 1 and x.is_floating_point() and routing.batch > 0
+        return x.is_floating_point() and routing.batch > 0
+
+    def _run_padded(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]]:
+        """Runs the experts of a list on samples that fill up repeated sizes, and returns which did not run."""
+        assert isinstance(self.experts, nn.ModuleList)
+        found = self._padded.find(self.experts)
+        for e, expert in enumerate(found):
+            self._check_padded(e, expert)
+
+        def run_expert(e: int, rows: Tensor, count: int) -> Tensor:
+            expert = found[e]
+            if isinstance(expert, ExpertGraphs):
+                try:
+                    return self._checked(e, count, lambda: expert.run(rows, count))
+                except NotPerSampleError as error:
+                    self._padded.refuse(e, error)
+                    self._check_padded(e, error)
+            return self._run_expert(e, rows[:count])
+
+        padded = [e for e, expert in enumerate(found) if isinstance(expert, ExpertGraphs)]
+        y, used = run_padded(x, routing, run_expert, padded)
+        return y, set(range(self._count)) - used
+
+    def _check_padded(self, e: int, expert: ExpertGraphs | NotPerSampleError) -> None:
+        if self.pad and isinstance(expert, NotPerSampleError):
+            raise ValueError(
+                f"SampleMoE: pad=True, but in expert {e} {expert}; use pad=None, with which it gets its samples alone"
+            )
 
     def _run_one_by_one(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]]:
         """Runs the experts of a list one after the other, and returns which did not run."""
@@ -205,16 +212,23 @@ class SampleMoE(RoutedLayer):
             return run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load]), idle
 
     def _run_expert(self, e: int, samples: Tensor) -> Tensor:
-        """Runs expert e of a list on its samples and checks its output."""
-        assert isinstance(self.experts, nn.ModuleList)
-        n = samples.shape[0]
+        """Runs expert e of a list on its samples."""
+        experts = self.experts
+        assert isinstance(experts, nn.ModuleList)
+        return self._checked(e, samples.shape[0], lambda: experts[e](samples))
+
+    def _checked(self, e: int, n: int, run: Callable[[], Tensor]) -> Tensor:
+        """The output of expert e for n samples, checked."""
         try:
-            output = self.experts[e](samples)
+            output = run()
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise too_few_samples(e, n) from error
-        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"SampleMoE: expert {e} got {n} sample{'s' * (n != 1)} of the batch, too few for its BatchNorm to "
+                "train on; use larger batches (and drop a last one that is small), a balance loss, or GroupNorm"
+            ) from error
+        if not isinstance(output, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"SampleMoE: expert {e} returned a {type(output).__name__}; experts must return one tensor: "
                 "wrap it in a module that returns the tensor to combine"

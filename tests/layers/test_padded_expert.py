@@ -1,4 +1,4 @@
-"""Experts of one architecture run as one network, and are what a loop over them is; other experts are not grouped."""
+"""Experts on samples that fill up repeated sizes are what they are on these samples alone."""
 
 import copy
 import pickle
@@ -10,94 +10,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layers.padded_layers import IMAGES, layer_of, one_by_one, samples_for
 from strategies import NoHostSync, assert_same, no_cuda_sync, run
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import moesaic
-from moesaic.layers import sample_moe
-from moesaic.layers.grouped_experts import GroupedExperts
+from moesaic.layers import padded_expert, sample_moe
+from moesaic.layers.padded_expert import PaddedExpert
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import ResNet
-from moesaic.ops import sample_groups
-from moesaic.ops.sample_groups import SampleGroup, capacity_groups
-
-CPU = torch.device("cpu")
-
-
-class Chosen(nn.Module):
-    """Scores that the first pixels of a sample give: whoever makes the samples chooses their experts."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(experts))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flatten(1)[:, : len(self.weight)] @ self.weight
-
-
-def samples_for(loads: list[int], shape: tuple[int, ...], seed: int = 0) -> Tensor:
-    """Random samples, of which expert e is the first choice of ``loads[e]``, in a random order."""
-    generator = torch.Generator().manual_seed(seed)
-    expert = torch.repeat_interleave(torch.arange(len(loads)), torch.tensor(loads))
-    expert = expert[torch.randperm(len(expert), generator=generator)]
-    x = torch.randn(len(expert), *shape, generator=generator, dtype=torch.float64)
-    x.flatten(1)[torch.arange(len(expert)), expert] += 20
-    return x
-
-
-class Block(nn.Module):
-    """A residual block with a gate on its channels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3, padding=1, groups=2)
-        self.norm = nn.BatchNorm2d(4)
-        self.gate = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.conv(x))
-        return F.relu(x + 0.5 * y * torch.sigmoid(self.gate(y.mean((2, 3), keepdim=True))))
-
-
-class Viewed(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.max_pool2d(F.dropout(x, 0.5, training=False), 2)
-        return self.layer(y.view(y.size(0), -1))
-
-
-IMAGES: dict[str, Callable[[], nn.Module]] = {
-    "residual": lambda: nn.Sequential(
-        nn.Conv2d(3, 4, 3, 2, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Block(), Block()
-    ),
-    "pooled": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)),
-    "viewed": lambda: Viewed(nn.Sequential(nn.Linear(27, 5, bias=False), nn.BatchNorm1d(5, affine=False), nn.Tanh())),
-    "group norm": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.AdaptiveAvgPool2d(1)),
-    "layer norm": lambda: nn.Sequential(nn.LayerNorm((6, 6)), nn.Linear(6, 3), nn.LayerNorm(3), nn.Dropout(0.0)),
-    "untracked": lambda: nn.Sequential(nn.BatchNorm2d(3, track_running_stats=False), nn.Identity()),
-}
-
-
-def layer_of(make: Callable[[], nn.Module], experts: int = 4, **options: Any) -> moesaic.SampleMoE:
-    torch.manual_seed(0)
-    options = {"noise": None, "grouped": True} | options
-    layer = moesaic.SampleMoE(Chosen(experts), [make() for _ in range(experts)], **options).double()
-    with torch.no_grad():
-        for name, each in [*layer.experts.named_parameters(), *layer.experts.named_buffers()]:
-            if not name.endswith("tracked"):
-                each.add_(0.3 * torch.rand_like(each))
-    return layer
-
-
-def one_by_one(layer: moesaic.SampleMoE) -> moesaic.SampleMoE:
-    other = copy.deepcopy(layer)
-    other.grouped = False
-    return other
+from moesaic.ops import padded_samples
+from moesaic.ops.padded_samples import padded_size
 
 
 def assert_equal_to_the_loop(layer: moesaic.SampleMoE, x: Tensor) -> None:
@@ -107,11 +33,11 @@ def assert_equal_to_the_loop(layer: moesaic.SampleMoE, x: Tensor) -> None:
 @pytest.mark.parametrize("kind", IMAGES)
 @settings(max_examples=5)
 @given(
-    loads=st.lists(st.sampled_from([0, 2, 3, 4, 9]), min_size=4, max_size=4).filter(any),
+    loads=st.lists(st.sampled_from([0, 2, 3, 7, 19]), min_size=4, max_size=4).filter(any),
     top_k=st.sampled_from([1, 2]),
     training=st.booleans(),
 )
-def test_grouped_experts_are_the_loop_over_experts(kind, loads, top_k, training):
+def test_padded_experts_are_the_loop_over_experts(kind, loads, top_k, training):
     layer = layer_of(IMAGES[kind], top_k=top_k).train(training)
     x = samples_for(loads, (3, 6, 6))
     second = layer.route(x).load
@@ -120,17 +46,33 @@ def test_grouped_experts_are_the_loop_over_experts(kind, loads, top_k, training)
     assert_equal_to_the_loop(layer, x)
 
 
+def test_experts_need_not_have_one_architecture():
+    layer = layer_of(IMAGES["pooled"])
+    layer.experts[1] = nn.Sequential(nn.Flatten(), nn.Linear(108, 2), nn.BatchNorm1d(2)).double()
+    layer.experts[2] = nn.Sequential(nn.Conv2d(3, 2, 6), nn.BatchNorm2d(2), nn.Flatten()).double()
+    assert_equal_to_the_loop(layer, samples_for([5, 9, 7, 19], (3, 6, 6)))
+
+
 @pytest.mark.parametrize(
     "make", [lambda: ResNet(18, 3, width=0.05), lambda: MobileNetV2(3)], ids=["resnet18", "mobilenetv2"]
 )
-def test_networks_of_the_library_are_one_network(make):
-    network = GroupedExperts([make().eval() for _ in range(2)])
-    assert len(network._steps) > 50
+def test_networks_of_the_library_can_be_filled_up(make):
+    assert len(PaddedExpert(make().eval()).operations) > 50
 
 
 def test_a_resnet_trains_as_in_the_loop():
     layer = layer_of(lambda: ResNet(18, 3, width=0.05), 3)
-    assert_equal_to_the_loop(layer, samples_for([5, 0, 3], (3, 16, 16)))
+    assert_equal_to_the_loop(layer, samples_for([11, 0, 7], (3, 16, 16)))
+
+
+def test_an_expert_that_cannot_be_filled_up_runs_beside_others_that_can():
+    layer = layer_of(IMAGES["pooled"], 2, pad=None)
+    layer.experts[0] = nn.Sequential(layer.experts[0], nn.Dropout(0.5))
+    x, seen = samples_for([19, 5], (3, 6, 6)), []
+    layer.experts[0].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    layer._may_pad = lambda *_: True
+    layer(x)
+    assert seen == [19]
 
 
 def test_an_expert_without_samples_has_no_gradient_and_the_statistics_it_had():
@@ -143,13 +85,11 @@ def test_an_expert_without_samples_has_no_gradient_and_the_statistics_it_had():
 
 def test_batchnorm_on_one_sample_names_the_expert():
     layer = layer_of(lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(12)))
-    x = samples_for([3, 2, 1, 2], (3, 2, 2))
-    before = copy.deepcopy(layer.state_dict())
+    x = samples_for([9, 9, 1, 13], (3, 2, 2))
     for each in (layer, one_by_one(layer)):
         with pytest.raises(ValueError, match="expert 2 got 1 sample of the batch, too few for its BatchNorm"):
             each(x)
-    assert all(torch.equal(each, before[name]) for name, each in layer.state_dict().items())
-    assert layer.eval()(x).shape == (8, 12)
+    assert layer.eval()(x).shape == (32, 12)
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -201,36 +141,55 @@ def test_checkpointed_layers_have_the_same_gradients():
 
 
 def test_a_pass_waits_for_the_device_once(monkeypatch):
-    layer, x = layer_of(IMAGES["residual"]), samples_for([3, 3, 2, 4], (3, 6, 6))
+    layer, x = layer_of(IMAGES["residual"]), samples_for([3, 3, 7, 14], (3, 6, 6))
     waits = []
 
     def sizes(ends_E: Tensor) -> list[int]:
         waits.append(ends_E)
-        return [3, 3, 2, 4]
+        return [3, 3, 7, 14]
 
-    monkeypatch.setattr(sample_groups, "group_sizes", sizes)
+    monkeypatch.setattr(padded_samples, "group_sizes", sizes)
     with NoHostSync():
         layer(x).sum().backward()
     assert len(waits) == 1
 
 
-@given(st.lists(st.integers(0, 200), min_size=2, max_size=9).filter(any))
-def test_capacities_hold_all_samples_and_cost_at_most_half_as_many_again(sizes):
-    groups = capacity_groups(sizes, CPU)
-    found = {
-        e: (count, group.capacity) for group in groups for e, count in zip(group.experts, group.counts, strict=True)
-    }
-    assert {e: count for e, (count, _) in found.items()} == {e: size for e, size in enumerate(sizes) if size}
-    assert all(count <= capacity for count, capacity in found.values())
-    step = -(-sum(sizes) // (4 * len(sizes)))
-    assert sum(capacity for _, capacity in found.values()) <= max(1.5 * sum(sizes), sum(sizes) + len(found) * step)
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=9).filter(any))
+def test_sizes_hold_all_samples_and_cost_at_most_a_quarter_more(loads):
+    sizes = [padded_size(load, sum(loads), len(loads)) for load in loads]
+    assert all(load <= size for load, size in zip(loads, sizes, strict=True))
+    assert all(size == 0 for load, size in zip(loads, sizes, strict=True) if load == 0)
+    step = -(-sum(loads) // (4 * len(loads)))
+    assert sum(sizes) <= sum(loads) + len(loads) * (step - 1)
+    assert {size % step for size in sizes} == {0}
 
 
-def test_balanced_loads_of_a_training_run_need_few_capacities():
+class ConvShapes(TorchDispatchMode):
+    """The convolutions that a library would plan, by the shapes of their inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "convolution" in func.overloadpacket.__name__:
+            tensors = [each.shape for each in args if isinstance(each, Tensor)]
+            self.shapes.add((func, *tensors))
+        return func(*args, **kwargs or {})
+
+
+def test_balanced_loads_of_a_training_run_need_few_convolutions():
+    layer = layer_of(lambda: nn.Sequential(nn.Conv2d(3, 2, 3), nn.BatchNorm2d(2), nn.Flatten()))
     generator = torch.Generator().manual_seed(0)
-    loads = [torch.randint(4, (512,), generator=generator).bincount().tolist() for _ in range(200)]
-    assert len({tuple(load) for load in loads}) > 190
-    assert len({tuple(group.capacity for group in capacity_groups(load, CPU)) for load in loads}) <= 2
+    found = []
+    for each in (layer, one_by_one(layer)):
+        with ConvShapes() as mode:
+            for step in range(20):
+                loads = torch.randint(4, (256,), generator=generator).bincount().tolist()
+                each(samples_for(loads, (3, 4, 4), seed=step)).sum().backward()
+        found.append(len(mode.shapes))
+    assert found[0] <= 2 * 3
+    assert found[1] > 2 * 20
 
 
 class Counting(nn.Module):
@@ -251,6 +210,21 @@ class Lucky(nn.Module):
 class Sized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x / x.shape[0]
+
+
+class Dropped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5)
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((0, 2, 3), keepdim=True)
+
+
+class Reshaped(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(-1, x.shape[0])
 
 
 class Rolled(nn.Module):
@@ -274,54 +248,56 @@ def hooked() -> nn.Module:
     return expert
 
 
-SHARED = nn.BatchNorm2d(3)
-STRIDES = iter((1, 2, 1, 2))
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "state": (Counting, "Counting has a state"),
     "random": (Lucky, "Lucky draws random numbers"),
     "dropout": (lambda: nn.Dropout(0.5), "a Dropout draws random numbers"),
-    "batch size": (Sized, "truediv with these arguments runs one expert at a time"),
-    "channels": (Rolled, "roll runs one expert at a time"),
+    "dropout function": (Dropped, "dropout with these arguments is not known"),
+    "batch size": (Sized, "truediv with these arguments is not known to leave samples apart"),
+    "mean": (Centred, "mean with these arguments is not known to leave samples apart"),
+    "shape": (Reshaped, "view with these arguments is not known to leave samples apart"),
+    "roll": (Rolled, "roll is not known to leave samples apart"),
     "branch": (Branched, "Branched cannot be traced"),
-    "index": (Spread, "getitem with these arguments runs one expert at a time"),
+    "index": (Spread, "getitem with these arguments is not known to leave samples apart"),
     "hook": (hooked, "a Identity has hooks"),
-    "shared": (lambda: nn.Sequential(SHARED), "experts 0 and 1 share a BatchNorm2d"),
-    "differing": (lambda: nn.Conv2d(3, 2, 1, next(STRIDES)), r"experts 0 and 1 differ: Conv2d\(3, 2.* and Conv2d\(3"),
-    "transposed": (lambda: nn.ConvTranspose2d(3, 2, 1), "a ConvTranspose2d runs one expert at a time"),
-    "padding": (lambda: nn.Conv2d(3, 2, 3, padding=1, padding_mode="circular"), "a Conv2d has padding_mode='circular'"),
-    "averages": (lambda: nn.BatchNorm2d(3, momentum=None), "a BatchNorm2d has momentum=None"),
+    "attention": (lambda: nn.TransformerEncoderLayer(4, 2), "a TransformerEncoderLayer is not known to"),
+    "batch norm": (lambda: nn.LayerNorm((7, 3, 4, 4)), "a LayerNorm works on the batch"),
     "routed": (lambda: moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=2), "a PatchMoE routes"),
     "axes": (lambda: nn.MaxPool1d(2), "a layer for 1 axes and channels gets samples of 3 axes"),
 }
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_other_experts_run_one_by_one(kind):
+def test_other_experts_get_their_samples_alone(kind):
     make, reason = REFUSED[kind]
     layer, x = layer_of(make, 2), samples_for([3, 4], (3, 4, 4))
     python, torchs = random.getstate(), torch.get_rng_state()
     for _ in range(2):  # the second time from the stored reason
-        with pytest.raises(ValueError, match=f"SampleMoE: grouped=True, but {reason}.*; use grouped=None"):
+        with pytest.raises(ValueError, match=f"SampleMoE: pad=True, but in expert 0 {reason}.*; use pad=None"):
             layer(x)
     assert random.getstate() == python
     assert torch.equal(torch.get_rng_state(), torchs)
     if kind == "state":
         assert [expert.calls for expert in layer.experts] == [[0], [0]]
-    if kind not in ("differing", "axes"):
-        assert len(one_by_one(layer)(x)) == 7
 
 
-def test_a_norm_that_runs_twice_is_not_grouped():
-    class Twice(nn.Module):
+def test_a_pass_that_was_begun_in_vain_leaves_no_trace():
+    class Late(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm = nn.BatchNorm2d(3)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.norm(x))
+            y = self.norm(x)
+            return y - y.mean(0, keepdim=True)
 
-    with pytest.raises(ValueError, match="a BatchNorm runs more than once"):
-        layer_of(Twice, 2)(samples_for([3, 4], (3, 4, 4)))
+    layer = layer_of(Late, 2)
+    layer.pad = None
+    x, other = samples_for([3, 9], (3, 4, 4)), one_by_one(layer)
+    layer._may_pad = lambda *_: True
+    for _ in range(2):
+        torch.testing.assert_close(layer(x), other(x))
+    torch.testing.assert_close(layer.state_dict(), other.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -352,26 +328,26 @@ def test_experts_that_change_are_run_as_they_are_now(change):
 
 
 def test_hooks_that_are_added_later_are_called():
-    layer, x = layer_of(IMAGES["pooled"], grouped=True), samples_for([3, 4, 2, 2], (3, 6, 6))
+    layer, x = layer_of(IMAGES["pooled"]), samples_for([3, 4, 2, 2], (3, 6, 6))
     layer(x)
     called = []
     layer.experts[1][0].register_forward_hook(lambda *_: called.append(1))
     with pytest.raises(ValueError, match="has hooks"):
         layer(x)
-    layer.grouped = None
+    layer.pad = None
     layer(x)
     assert called == [1]
 
 
-def test_on_a_cpu_experts_run_one_by_one_unless_told(monkeypatch):
+def test_on_a_cpu_samples_are_filled_up_only_on_demand(monkeypatch):
     def refuse(*_: Any) -> None:
-        raise AssertionError("grouped")
+        raise AssertionError("padded")
 
-    monkeypatch.setattr(sample_moe, "run_grouped", refuse)
+    monkeypatch.setattr(sample_moe, "run_padded", refuse)
     x = samples_for([3, 4, 2, 2], (3, 6, 6))
-    layer_of(IMAGES["pooled"], grouped=None)(x)
+    layer_of(IMAGES["pooled"], pad=None)(x)
     layer = layer_of(IMAGES["pooled"])
-    with pytest.raises(AssertionError, match="grouped"):
+    with pytest.raises(AssertionError, match="padded"):
         layer(x)
     with moesaic.backend("reference"):
         layer(x)
@@ -381,30 +357,30 @@ def test_on_a_cpu_experts_run_one_by_one_unless_told(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_gpu_that_benchmarks_groups_experts_by_default_and_waits_once(memory_format, monkeypatch):
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    calls = []
+def test_a_gpu_fills_up_samples_by_default_and_waits_once(memory_format, monkeypatch):
+    sizes = []
+    norm = padded_expert.batch_norm_of_first
 
-    def counted(*args: Any) -> Any:
-        calls.append(args)
-        return sample_groups.run_grouped(*args)
+    def counted(x: Tensor, *args: Any) -> Tensor:
+        sizes.append(len(x))
+        return norm(x, *args)
 
-    monkeypatch.setattr(sample_moe, "run_grouped", counted)
-    layer = layer_of(IMAGES["residual"], grouped=None).to("cuda", memory_format=memory_format)
-    x = samples_for([3, 0, 2, 4], (3, 6, 6)).to("cuda", memory_format=memory_format)
+    monkeypatch.setattr(padded_expert, "batch_norm_of_first", counted)
+    layer = layer_of(IMAGES["residual"], pad=None).to("cuda", memory_format=memory_format)
+    x = samples_for([3, 0, 7, 14], (3, 6, 6)).to("cuda", memory_format=memory_format)
     assert_equal_to_the_loop(layer, x)
-    assert len(calls) == 2
+    assert set(sizes) == {4, 8}
     layer, x = layer.float(), x.float()
     with torch.autocast("cuda", torch.bfloat16):
         y, expected = layer(x), one_by_one(layer)(x)
     assert y.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)
-    monkeypatch.setattr(sample_groups, "group_sizes", lambda _: [3, 0, 2, 4])
+    monkeypatch.setattr(padded_samples, "group_sizes", lambda _: [3, 0, 7, 14])
     with no_cuda_sync():
         layer(x).sum().backward()
 
 
-def test_copies_and_weights_know_nothing_of_the_grouping():
+def test_copies_and_weights_know_nothing_of_the_padding():
     layer, x = layer_of(IMAGES["pooled"]), samples_for([3, 4, 2, 2], (3, 6, 6))
     names = list(one_by_one(layer).state_dict())
     y = layer(x)
@@ -414,11 +390,17 @@ def test_copies_and_weights_know_nothing_of_the_grouping():
         copied.experts[0][0].weight.zero_()
     assert not torch.allclose(copied(x), y)
     torch.testing.assert_close(layer(x), y)
-    assert pickle.loads(pickle.dumps(layer._grouping))._found is None
+    assert pickle.loads(pickle.dumps(layer._padded))._forms == {}
 
 
-def test_a_group_without_some_experts_has_their_layers_alone():
-    experts = [nn.Linear(2, 2) for _ in range(3)]
-    x = torch.randn(4, 2 * 2)
-    y = GroupedExperts(experts)(SampleGroup((0, 2), (4, 3), 4, CPU), x)
-    torch.testing.assert_close(y, torch.cat([experts[0](x[:, :2]), experts[2](x[:, 2:])], 1))
+@pytest.mark.parametrize("shape", [(3,), (3, 8), (3, 4, 4)], ids=str)
+def test_gradients_of_repeated_samples_are_zero(shape):
+    kind = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[len(shape) - 1]
+    expert = PaddedExpert(nn.Sequential(kind(3), nn.Tanh()).double())
+    rows = torch.randn(5, *shape, dtype=torch.float64)
+    rows[3:] = rows[2]
+    rows.requires_grad_()
+    expert.run(rows, 3).square().sum().backward()
+    assert rows.grad is not None
+    assert rows.grad[3:].eq(0).all()
+    assert rows.grad[:3].abs().max() > 0
