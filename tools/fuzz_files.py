@@ -204,9 +204,9 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
     from moesaic.training.cell_status import folder_status
     from moesaic.training.cell_transfer import merge_cells, pack_cells
     from moesaic.training.comparison_result import read_comparison
+    from moesaic.training.fit_result import Epoch, FitResult
     from moesaic.training.recipe import Recipe
     from moesaic.training.result_cache import ResultCache
-    from moesaic.training.results import Epoch, FitResult
     from moesaic.training.run_dir import RunDir
     from moesaic.training.run_reader import read_run
     from moesaic.training.saved_predictions import PREDICTIONS, PredictionsCallback

@@ -24,7 +24,7 @@ from moesaic.ops.triton import channel_conv as kernels
 from moesaic.ops.triton.channel_blocks import list_open_blocks
 from moesaic.ops.triton.channel_conv import channel_conv
 from moesaic.routing.channel_gate import ChannelGate
-from moesaic.routing.channel_heads import FrozenHeads
+from moesaic.routing.frozen_channel_gates import FrozenHeads
 
 KERNELS = ("moesaic.ops.triton.channel_conv", "moesaic.ops.triton.channel_blocks")
 

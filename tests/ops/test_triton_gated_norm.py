@@ -39,7 +39,7 @@ from moesaic.models.vgg import VGG16
 from moesaic.ops.dispatch import explain_backend
 from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
 from moesaic.routing.channel_gate import ChannelGate
-from moesaic.routing.joint_heads import route_channels
+from moesaic.routing.joint_channel_gates import route_channels
 
 KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("gated_norm", "topk_gates", "norm"))
 

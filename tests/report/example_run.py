@@ -10,7 +10,7 @@ import torch
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.files import json_digest
 from moesaic.insight.routing_average import LayerRouting
-from moesaic.training.results import Epoch, FitResult
+from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.saved_predictions import PredictionsCallback
 
 CLASSES = ("cat", "<script>alert(1)</script>", "dog & co")

@@ -17,9 +17,9 @@ from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.compare import HEADS, Grid, check_models, compare, default_samples, expand_models, short_names
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
+from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.progress import NoProgress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, FitResult
 
 module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 

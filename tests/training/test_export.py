@@ -17,8 +17,8 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint
 from moesaic.training.export import Batch, Format, ServingModel, export, load_exported
-from moesaic.training.load import load
 from moesaic.training.predict import predict
+from moesaic.training.trained_network import load
 
 SCALE = Normalize((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 NAMES = ("Äpfel", 'b "quoted"')

@@ -16,7 +16,7 @@ from moesaic.training.checkpoint import load_weights
 from moesaic.training.distillation import Distillation
 from moesaic.training.fit import Diverged, GatesClosed, fit
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gates import GateTraining
+from moesaic.training.gate_training import GateTraining
 
 
 @pytest.mark.parametrize(

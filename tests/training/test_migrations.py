@@ -19,9 +19,9 @@ from moesaic.training import trainer
 from moesaic.training.checkpoint import read_tensors, write_tensors
 from moesaic.training.comparison_result import read_comparison
 from moesaic.training.fit import fit
+from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, FitResult
 
 OLD_STEMS = {"rng.": "luck.", "ema.": "mean.", "callback.GateCallback.": "gates."}
 OLD_GATES = {"reported": "told", "l1_weight": "strength", "penalty_factors": "relief"}

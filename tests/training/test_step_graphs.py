@@ -32,7 +32,7 @@ from moesaic import create_model
 from moesaic.data.datasets import ImageDataset
 from moesaic.layers import PatchMoE
 from moesaic.routing import SoftRouter
-from moesaic.training import Callback, fit, gates, trainer
+from moesaic.training import Callback, fit, gate_training, trainer
 from moesaic.training.callbacks import BalanceLossCallback, CollapseCallback, RoutingCallback
 from moesaic.training.fit import Diverged, FitResult
 from moesaic.training.gate_recipe import GateRecipe
@@ -110,8 +110,8 @@ CASES: dict[str, tuple[Any, ImageDataset, Recipe, Any]] = {
 
 @pytest.mark.parametrize(("make", "task", "recipe", "teacher"), CASES.values(), ids=CASES)
 def test_a_run_from_graphs_equals_an_eager_one_bit_for_bit(make, task, recipe, teacher, with_graphs, monkeypatch):
-    monkeypatch.setattr(gates, "_CHECKS", 2)  # of the gates, which are observed in every second step
-    monkeypatch.setattr(gates, "_OBSERVED", 1)
+    monkeypatch.setattr(gate_training, "_CHECKS", 2)  # of the gates, which are observed in every second step
+    monkeypatch.setattr(gate_training, "_OBSERVED", 1)
     found, networks = {}, {}
     for kind in (RecordedGraphs, FailingGraphs):  # after a failure the same optimizers go on in eager mode
         networks[kind] = make()

@@ -16,8 +16,8 @@ from training.trained import save_run
 from moesaic.models.registry import ModelSpec
 from moesaic.models.spec_validation import check_spec
 from moesaic.training.checkpoint import load_checkpoint, load_weights
-from moesaic.training.load import load
 from moesaic.training.model_for_dataset import spec_for_dataset
+from moesaic.training.trained_network import load
 from moesaic.validated_json import InvalidFile
 
 SPEC = ModelSpec("wrn10_1", {"num_classes": 3})

@@ -231,8 +231,8 @@ class Compare(DatasetOptions):
     def _recipe(self, models: tuple[str, ...], images: int) -> Recipe:
         """The recipe for so many training images."""
         from moesaic.models.registry import ModelSpec
-        from moesaic.training.freezing import default_trainable
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+        from moesaic.training.trainable_layers import default_trainable
 
         defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
         specs = [ModelSpec.parse(name) for name in models]
@@ -267,7 +267,7 @@ class Compare(DatasetOptions):
 
     def _load(self, models: tuple[str, ...]) -> tuple[ImageDataset, Grid, Recipe]:
         from moesaic.training.compare import default_samples, shared_image_size
-        from moesaic.training.freezing import frozen_parameters
+        from moesaic.training.trainable_layers import frozen_parameters
 
         dataset = self.load(None if self.img_size else shared_image_size(models))
         samples = (

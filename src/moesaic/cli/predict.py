@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from moesaic.data.input_images import InputFile
-    from moesaic.training.load import TrainedNetwork
     from moesaic.training.predict import Prediction
+    from moesaic.training.trained_network import TrainedNetwork
 
 __all__ = ["Predict"]
 
@@ -97,7 +97,7 @@ class Predict:
     def _load(self, device: str) -> TrainedNetwork:
         from moesaic.data.input_images import check_readable
         from moesaic.routing.registry import import_router
-        from moesaic.training.load import load
+        from moesaic.training.trained_network import load
 
         model = load(self.checkpoint, device, router=None if self.router is None else import_router(self.router))
         check_readable(model.metadata.input_shape)

@@ -251,8 +251,8 @@ class Train(DatasetOptions):
 
     def _pretrained_recipe(self, recipe: Recipe, spec: ModelSpec, dataset: ImageDataset) -> Recipe:
         """The recipe with the defaults of a pretrained network."""
-        from moesaic.training.freezing import default_trainable
         from moesaic.training.head_recipe import head_recipe
+        from moesaic.training.trainable_layers import default_trainable
 
         if not spec.is_pretrained:
             return recipe
@@ -298,12 +298,12 @@ class Train(DatasetOptions):
         from moesaic import report
         from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.fit import Diverged, fit
-        from moesaic.training.freezing import frozen_parameters
-        from moesaic.training.gates import resolve_gate_recipe
+        from moesaic.training.gate_training import resolve_gate_recipe
         from moesaic.training.ranks import join_job, one_per_machine_first
         from moesaic.training.snapshots import SnapshotCallback, snapshot_epochs
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
+        from moesaic.training.trainable_layers import frozen_parameters
 
         trackers = [create_tracker(name, out) for name in self.track if torchrun_env.rank() == 0]
         snapshots = [SnapshotCallback(snapshot_epochs(recipe.epochs, self.snapshots))] if self.snapshots else []
@@ -361,7 +361,7 @@ class Train(DatasetOptions):
     def _with_features(self, dataset: ImageDataset, model: nn.Module, recipe: Recipe, device: str) -> ImageDataset:
         """The dataset with the features of a frozen backbone, which the head learns from."""
         from moesaic.cache_dir import default_cache_dir
-        from moesaic.training.features import add_features, refuses_features
+        from moesaic.training.backbone_features import add_features, refuses_features
 
         if recipe.trainable != "head":
             return dataset

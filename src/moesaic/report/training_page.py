@@ -23,7 +23,7 @@ from moesaic.files import write_atomic
 from moesaic.report.formatting import number, percent
 from moesaic.report.line_chart import Line, LineChart, spaced
 from moesaic.report.templates import render
-from moesaic.training.results import Epoch
+from moesaic.training.fit_result import Epoch
 from moesaic.training.run_reader import RunRecord, read_run
 from moesaic.training.saved_predictions import Mistake, SavedPredictions
 

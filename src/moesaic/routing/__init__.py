@@ -1,6 +1,6 @@
 """Routers: scores in, a ``Routing`` record out; and balance losses."""
 
-from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
+from moesaic.routing.auxiliary_losses import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing.expert_choice import ExpertChoice
 from moesaic.routing.keep_choice import KeepChoice

@@ -21,7 +21,7 @@ from moesaic.ops import autocast_off
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing, Unit
 
-__all__ = ["Noise", "Router", "batch_invariant_matmul", "mask_scores", "sample_noise", "stable_topk"]
+__all__ = ["Noise", "Router", "batch_invariant_matmul", "mask_scores", "router_init_std", "sample_noise", "stable_topk"]
 
 Noise = Literal["uniform", "gaussian", "gumbel"]
 """Noise on scores for exploration: uniform as in Chen et al. 2022, Gaussian as in Riquelme et al. 2021, or Gumbel,
@@ -156,3 +156,15 @@ def sample_noise(
         return noise
     tiny = torch.finfo(dtype).tiny
     return -(-noise.clamp_min(tiny).log()).clamp_min(tiny).log()
+
+
+def router_init_std(patches: int, dim: int) -> float:
+    """Standard deviation Θ(1 / (n² log(poly(n)) √d)) of Chowdhury et al. 2023, eq. 7, for n patches of d numbers.
+
+    The constant is 1 and log(poly(n)) is taken as log n. One patch, of which nothing is selected, counts as two.
+
+    >>> router_init_std(16, 784)
+    5.031...e-05
+    """
+    n = max(patches, 2)
+    return 1 / (n**2 * math.log(n) * math.sqrt(dim))

@@ -29,8 +29,8 @@ from moesaic import keyed_random
 from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.layers.heads import HEAD_OPTIONS
 from moesaic.models.registry import ModelSpec, create_model
+from moesaic.training.backbone_features import add_features, refuses_features
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
-from moesaic.training.features import add_features, refuses_features
 from moesaic.training.fit import Diverged, FitResult, fit
 from moesaic.training.head_recipe import HEAD_LRS, head_recipe
 from moesaic.training.model_for_dataset import spec_for_dataset

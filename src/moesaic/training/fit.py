@@ -24,24 +24,24 @@ from moesaic.data.datasets import ImageDataset
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
+from moesaic.training.backbone_features import check_features
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.cuda_graphs import CudaGraphs
 from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
-from moesaic.training.features import check_features
-from moesaic.training.freezing import freeze_layers, frozen_parameters
+from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.gate_callback import GateCallback, GatesClosed
-from moesaic.training.gates import resolve_gate_recipe
+from moesaic.training.gate_training import resolve_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.ranks import local_device
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
 from moesaic.training.saved_predictions import PredictionsCallback
 from moesaic.training.snapshots import SnapshotCallback
 from moesaic.training.step_graphs import DeviceGraphs, graph_obstacle, is_short
 from moesaic.training.trackers import Tracker
+from moesaic.training.trainable_layers import freeze_layers, frozen_parameters
 from moesaic.training.trainer import Trainer, evaluate
 
 __all__ = ["Diverged", "Epoch", "FitResult", "GatesClosed", "default_callbacks", "evaluate", "fit"]

@@ -16,8 +16,8 @@ from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.models.model_cost import eval_mode
 from moesaic.training.batches import eval_batches
 from moesaic.training.callbacks import Callback
-from moesaic.training.gates import ClosedLayer, GateTraining
-from moesaic.training.results import Diverged
+from moesaic.training.fit_result import Diverged
+from moesaic.training.gate_training import ClosedLayer, GateTraining
 
 if TYPE_CHECKING:
     from moesaic.data.datasets import ImageDataset

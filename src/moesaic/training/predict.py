@@ -15,7 +15,7 @@ from moesaic.insight.channel_explanation import GatedNetwork
 from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
 from moesaic.models.model_cost import count_macs
 from moesaic.routing_record import Routing
-from moesaic.training.load import TrainedNetwork
+from moesaic.training.trained_network import TrainedNetwork
 
 if TYPE_CHECKING:
     from moesaic.data.input_transform import InputImage
@@ -69,7 +69,7 @@ def predict(
     >>> from moesaic.data import Normalize
     >>> from moesaic.models import ModelSpec
     >>> from moesaic.training.checkpoint import Metadata, save_network
-    >>> from moesaic.training.load import load
+    >>> from moesaic.training.trained_network import load
     >>> spec, names = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16}), ("cat", "dog")
     >>> metadata = Metadata(spec, names, names, Normalize((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
     >>> with tempfile.TemporaryDirectory() as run:

@@ -29,10 +29,10 @@ from moesaic.files import (
 from moesaic.models.registry import ModelSpec
 from moesaic.tensor_files import write_tensors
 from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors
+from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.ranks import Ranks
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, FitResult
 from moesaic.validated_json import decode, read_json, refused_as
 from moesaic.write_errors import way_out
 

@@ -15,8 +15,8 @@ from typing import Any, cast
 from moesaic.checks import printable
 from moesaic.files import check_json_digest
 from moesaic.insight.routing_average import LayerRouting
+from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.migrations import migrate_config
-from moesaic.training.results import Epoch, FitResult
 from moesaic.training.saved_predictions import PREDICTIONS, SavedPredictions, read_predictions
 from moesaic.validated_json import InvalidFile, JsonLimits, decode, parse_json, read_bytes, read_json, refused_as
 

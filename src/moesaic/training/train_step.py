@@ -21,10 +21,10 @@ from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
 from moesaic.training.distributed import OneProcess, assign, local, shard_like
-from moesaic.training.freezing import layer_factors
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 from moesaic.training.step_graphs import GraphPlan, StepGraphs
+from moesaic.training.trainable_layers import layer_factors
 
 __all__ = ["CompileError", "TrainStep", "build_optimizers", "set_learning_rate"]
 

@@ -19,20 +19,20 @@ from moesaic.insight.routing_average import LayerRouting
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.ops.global_batch import GlobalBatch
+from moesaic.training.backbone_features import FeatureBatches, one_thread
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
 from moesaic.training.distributed import OneProcess
-from moesaic.training.features import FeatureBatches, one_thread
-from moesaic.training.freezing import eval_frozen
+from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.interruption import stop_requested, stoppable
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
 from moesaic.training.step_graphs import DeviceGraphs, GraphPlan
 from moesaic.training.trackers import Tracker
 from moesaic.training.train_step import TrainStep
+from moesaic.training.trainable_layers import eval_frozen
 from moesaic.validated_json import refused_as
 
 __all__ = ["Trainer", "evaluate"]

@@ -32,7 +32,7 @@ from moesaic.ops.channel.costs import ConvCosts
 from moesaic.ops.channel.gathered_conv import BlockLayout, group_samples
 from moesaic.ops.channel.workspace import Workspace, WorkspacePool
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.routing.channel_heads import FrozenHeads
+from moesaic.routing.frozen_channel_gates import FrozenHeads
 
 __all__ = ["FrozenDeepMoE", "freeze"]
 

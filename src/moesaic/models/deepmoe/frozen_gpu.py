@@ -26,7 +26,7 @@ from moesaic.ops import autocast_off
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.triton_backend import kernels_available
-from moesaic.routing.channel_heads import FrozenHeads
+from moesaic.routing.frozen_channel_gates import FrozenHeads
 
 __all__ = ["FrozenGPUDeepMoE"]
 

@@ -24,7 +24,7 @@ from moesaic.ops.channel.block_conv import WHOLE_BLOCK, BlockConv, BlockMap, Ope
 from moesaic.ops.channel.gathered_conv import OpenChannels, memory_format, open_conv, split
 from moesaic.ops.channel.workspace import Workspace
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.routing.channel_heads import OpenBlockList
+from moesaic.routing.frozen_channel_gates import OpenBlockList
 from moesaic.routing_record import Routing
 
 __all__ = ["FrozenConv", "FrozenSequence"]

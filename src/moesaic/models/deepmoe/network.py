@@ -45,7 +45,7 @@ from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.global_batch import grad_sync_expected, with_zero_gradients
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
-from moesaic.routing.joint_heads import route_channels
+from moesaic.routing.joint_channel_gates import route_channels
 from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]

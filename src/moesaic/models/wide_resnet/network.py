@@ -44,8 +44,8 @@ from moesaic.ops import GateOn, kernels_available
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
-from moesaic.routing.initial_weights import router_init_std
 from moesaic.routing.registry import DEFAULT_ROUTER, build_router, has_patch_count
+from moesaic.routing.router import router_init_std
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moesaic.papers.engine.theory_conditions import require, whole
-from moesaic.routing import initial_weights
+from moesaic.routing import router
 
 __all__ = ["batch_weights", "class_sums", "opponents", "router_init_std", "trained_routers"]
 
@@ -101,4 +101,4 @@ def router_init_std(n: int, d: int) -> float:
     """
     whole("router_init_std", n=n, d=d)
     require("router_init_std", n >= 2, "n ≥ 2", f"n={n}", "log n is 0 there, and one patch needs no router")
-    return initial_weights.router_init_std(n, d)
+    return router.router_init_std(n, d)

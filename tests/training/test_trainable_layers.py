@@ -9,9 +9,9 @@ from training.squares import TASK
 
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.fit import fit
-from moesaic.training.freezing import FEW_IMAGES, default_trainable, eval_frozen, frozen_parameters
 from moesaic.training.recipe import Recipe
 from moesaic.training.train_step import build_optimizers
+from moesaic.training.trainable_layers import FEW_IMAGES, default_trainable, eval_frozen, frozen_parameters
 
 RECIPE = Recipe(epochs=1, batch_size=16, lr=0.01)
 

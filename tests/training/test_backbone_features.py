@@ -13,8 +13,8 @@ from training.squares import SCALE, TASK
 from moesaic.data.datasets import RandomFlipCrop
 from moesaic.layers import create_head
 from moesaic.models.headed_network import HeadedNetwork
+from moesaic.training.backbone_features import add_features, backbone_digest
 from moesaic.training.checkpoint import load_weights
-from moesaic.training.features import add_features, backbone_digest
 from moesaic.training.fit import evaluate, fit
 from moesaic.training.recipe import Recipe
 

@@ -17,7 +17,7 @@ from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.training.batch_shaping import batch_shaping_loss
 from moesaic.training.gate_costs import cost_loss, gate_costs, shift_gates
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gates import ClosedLayer, GateTraining, resolve_gate_recipe
+from moesaic.training.gate_training import ClosedLayer, GateTraining, resolve_gate_recipe
 from moesaic.training.recipe import Recipe
 
 CPU = torch.device("cpu")

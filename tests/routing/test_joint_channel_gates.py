@@ -14,7 +14,7 @@ from moesaic.models.vgg import VGG16
 from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.channel.masked import channel_gates
 from moesaic.routing.channel_gate import ChannelGate, gate_l1, gate_l1_of_layers
-from moesaic.routing.joint_heads import route_channels
+from moesaic.routing.joint_channel_gates import route_channels
 from moesaic.routing_record import Routing
 
 OPTIONS: list[dict[str, Any]] = [

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from moesaic.routing.channel_gate import ChannelGate
-from moesaic.routing.channel_heads import FrozenHeads
+from moesaic.routing.frozen_channel_gates import FrozenHeads
 
 HEADS = {
     "relu": lambda: {name: ChannelGate(6, width) for name, width in (("a", 7), ("b", 16), ("c", 3))},
