@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from moesaic.models.inspection import input_hooks
 from moesaic.models.model_cost import ModelCost, count_macs
 
 __all__ = ["InputShapes", "describe_layer", "equal_layers", "trace_shapes"]
@@ -18,18 +18,12 @@ InputShapes = dict[str, tuple[int, ...]]
 def trace_shapes(model: nn.Module, names: Iterable[str], image: tuple[int, int, int]) -> tuple[InputShapes, ModelCost]:
     """Runs a network on one image: shapes of the inputs of layers, those that ran, and the cost of the network."""
     shapes: InputShapes = {}
-    hooks: list[Any] = []
-    for name in names:
 
-        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-            shapes[name] = tuple(next(iter((*args, *kwargs.values()))).shape)
+    def record(name: str, x: Tensor) -> None:
+        shapes[name] = tuple(x.shape)
 
-        hooks.append(model.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
-    try:
+    with input_hooks({name: model.get_submodule(name) for name in names}, record):
         return shapes, count_macs(model, image)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def equal_layers(model: nn.Module, shapes: InputShapes) -> list[tuple[str, ...]]:

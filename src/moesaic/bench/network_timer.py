@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
-from moesaic.models.model_cost import ModelCost, eval_mode
+from moesaic.models.inspection import eval_mode, first_tensor, input_hooks
+from moesaic.models.model_cost import ModelCost
 
 __all__ = [
     "MODES",
@@ -174,20 +175,14 @@ class NetworkTimer:
     def _inputs(self, network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
         """What layers get in a pass of the network."""
         found: dict[str, Tensor] = {}
-        hooks: list[Any] = []
-        for name in names:
 
-            def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                found[name] = next(iter((*args, *kwargs.values()))).detach().clone()
+        def record(name: str, x: Tensor) -> None:
+            found[name] = x.detach().clone()
 
-            hooks.append(network.get_submodule(name).register_forward_pre_hook(record, with_kwargs=True))
         x = self.images(network)
-        try:
-            with eval_mode(network), torch.no_grad(), self._precision(x):
-                network(x)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        layers = {name: network.get_submodule(name) for name in names}
+        with input_hooks(layers, record), eval_mode(network), torch.no_grad(), self._precision(x):
+            network(x)
         return found
 
     def _time(
@@ -219,7 +214,7 @@ class NetworkTimer:
             model.zero_grad(set_to_none=True)
             x.grad = None
             with self._precision(x):
-                y = _logits(called(x))
+                y = first_tensor(called(x))
             y.float().sum().backward()
 
         return step if what == "step" else forward
@@ -234,11 +229,3 @@ def share_of_macs(cost: ModelCost, names: Iterable[str]) -> float:
     inside = tuple(f"{name}." for name in wanted)
     own = sum(layer.dense_macs for layer in cost.layers if layer.name in wanted or layer.name.startswith(inside))
     return own / max(cost.dense_macs, 1)
-
-
-def _logits(output: Any) -> Tensor:
-    """The tensor, or the first one, of a network's output."""
-    if isinstance(output, Tensor):
-        return output
-    values = cast("Iterable[Any]", output.values() if isinstance(output, Mapping) else output)
-    return _logits(next(iter(values)))

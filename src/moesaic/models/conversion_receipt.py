@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.models.convert import applied_conversions
+from moesaic.models.inspection import eval_mode, first_tensor, first_weight
 from moesaic.models.mlp_candidates import find_mlps
-from moesaic.models.model_cost import ModelCost, count_macs, eval_mode
+from moesaic.models.model_cost import ModelCost, count_macs
 
 __all__ = ["ConversionReceipt", "LayerReceipt", "conversion_receipt"]
 
@@ -72,14 +73,14 @@ def conversion_receipt(converted: nn.Module, original: nn.Module, images: Tensor
         raise ValueError("conversion_receipt: the original has converted layers too; give a copy from before")
     if images.ndim != 4 or not len(images):
         raise ValueError(f"conversion_receipt: images are {tuple(images.shape)}; give a batch (B, C, H, W)")
-    like = next(weight for weight in original.parameters() if weight.is_floating_point())
+    like = first_weight(original)
     images = images.to(like.device, like.dtype)
     C, H, W = images.shape[1:]
     costs = count_macs(original, (C, H, W)), count_macs(converted, (C, H, W))
     parts = _parts(original, names)
     with eval_mode(original), eval_mode(converted), torch.no_grad():
         before, differences = _run_both(original, converted, parts, images)
-        total = _difference(_tensor(converted(images)), before)
+        total = _difference(first_tensor(converted(images)), before)
     layers = tuple(
         LayerReceipt(name, _parameters(parts[name], original, converted), _macs(parts[name], costs), differences[name])
         for name in names
@@ -104,13 +105,13 @@ def _run_both(
 
     def compute(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            outputs[name] = _tensor(converted.get_submodule(name)(*args, **kwargs))
+            outputs[name] = first_tensor(converted.get_submodule(name)(*args, **kwargs))
 
         return hook
 
     def compare(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            found = _difference(outputs.pop(name), _tensor(output))
+            found = _difference(outputs.pop(name), first_tensor(output))
             differences[name] = max(found, differences.get(name, 0.0))
 
         return hook
@@ -120,18 +121,10 @@ def _run_both(
         hooks.append(original.get_submodule(name).register_forward_pre_hook(compute(name), with_kwargs=True))
         hooks.append(original.get_submodule(modules[-1]).register_forward_hook(compare(name)))
     try:
-        return _tensor(original(images)), differences
+        return first_tensor(original(images)), differences
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _tensor(output: Any) -> Tensor:
-    """The output of a network: the first tensor in what it returns, as the logits of a network of transformers."""
-    if isinstance(output, Tensor):
-        return output
-    values = cast("Iterable[Any]", output.values() if isinstance(output, dict) else output)
-    return next(value for value in values if isinstance(value, Tensor))
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

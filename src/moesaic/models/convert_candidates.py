@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import cast
@@ -19,6 +19,7 @@ from torch import nn
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_skip import TokenSkip
 from moesaic.models.convertible_weights import weight_refusal
+from moesaic.models.inspection import all_named_modules
 from moesaic.models.layer_inputs import LayerInputs, MapSizes, TokenInput, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps, looks_like_mlp, why_not_mlp
 
@@ -56,7 +57,7 @@ def find_layers(
     them.
     """
     patterns = [wanted] if isinstance(wanted, str) else list(wanted)
-    modules = dict(_modules(model))
+    modules = dict(all_named_modules(model))
     found: set[str] = set()
     for pattern in patterns:
         rule = _RULE.fullmatch(pattern)
@@ -105,7 +106,7 @@ def _by_rule(
 
 def _matching(model: nn.Module, pattern: str, units: Mapping[str, MLPUnit]) -> set[str]:
     """Names that match a pattern: those of MLPs, or else of convolutions and linear layers."""
-    matched = {name: module for name, module in _modules(model) if fnmatchcase(name, pattern)}
+    matched = {name: module for name, module in all_named_modules(model) if fnmatchcase(name, pattern)}
     if not matched.keys().isdisjoint(units):
         inside = tuple(f"{name}." for name in units)
         mlps = {name for name, module in matched.items() if looks_like_mlp(model, name, module)}
@@ -137,7 +138,7 @@ def why_not_convertible(model: nn.Module, name: str, maps: MapSizes | None = Non
 
 def _inside_refusal(model: nn.Module, name: str) -> str | None:
     """Why an MLP inside of a routed layer is none that `find_mlps` returns."""
-    for outer, module in _modules(model):
+    for outer, module in all_named_modules(model):
         if isinstance(module, RoutedLayer) and name.startswith(f"{outer}."):
             kind = type(module).__name__
             way_out = "convert first, then skip" if isinstance(module, TokenSkip) else "convert its networks before"
@@ -205,7 +206,7 @@ def _input_refusal(unit: MLPUnit, found: TokenInput) -> str | None:
 def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: LayerInputs | None) -> tuple[str, ...]:
     return tuple(
         name
-        for name, layer in _modules(model)
+        for name, layer in all_named_modules(model)
         if (name in units or isinstance(layer, (nn.Conv2d, nn.Linear))) and _refusal(model, name, units, traced) is None
     )
 
@@ -239,7 +240,3 @@ def _suggestion(model: nn.Module, units: Mapping[str, MLPUnit], traced: LayerInp
 
 def _size(pair: tuple[int, ...]) -> str:
     return str(pair[0]) if len(set(pair)) == 1 else "×".join(map(str, pair))
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))

@@ -14,10 +14,10 @@ from moesaic.experts import MLPExperts
 from moesaic.layers import TokenMoE
 from moesaic.layers.token_moe import TokenGrid
 from moesaic.models.convert_plan import Init, Replacement, new_weights
+from moesaic.models.inspection import eval_mode, first_weight, input_hooks
 from moesaic.models.layer_inputs import LayerInputs, TokenInput
 from moesaic.models.mlp_candidates import MLPUnit
 from moesaic.models.mlp_expert_init import cluster_neurons, copy_mlp, neurons_in_order, split_mlp
-from moesaic.models.model_cost import eval_mode
 from moesaic.models.rescaled_routers import RescaledExpertChoice, RescaledTokenChoice
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter, TokenChoice
 from moesaic.routing.registry import build_router, has_patch_count, is_default
@@ -25,9 +25,9 @@ from moesaic.routing_record import Routing
 
 __all__ = ["AddResidual", "ChannelsFirstTokenMoE", "hidden_activations", "plan_mlp"]
 
-_TOKENS = 2048
+_MAX_CLUSTERED_TOKENS = 2048
 """Tokens by whose activations hidden neurons are clustered, at most."""
-_PREFIX = ("cls_token", "distillation_token", "dist_token", "register_tokens", "class_embedding")
+_PREFIX_PARAMETERS = ("cls_token", "distillation_token", "dist_token", "register_tokens", "class_embedding")
 """Parameters of tokens that have no place on the grid, in transformers."""
 
 
@@ -229,7 +229,7 @@ def _token_parameters(owner: nn.Module) -> int:
     if not isinstance(embeddings, nn.Module):
         return 0
     found = dict(cast("Iterable[tuple[str, Tensor]]", embeddings.named_parameters(recurse=False)))
-    return sum(found[name].shape[1] if found[name].ndim == 3 else 1 for name in _PREFIX if name in found)
+    return sum(found[name].shape[1] if found[name].ndim == 3 else 1 for name in _PREFIX_PARAMETERS if name in found)
 
 
 def _patch_grid(owners: Sequence[nn.Module]) -> tuple[int, int] | None:
@@ -269,23 +269,17 @@ def hidden_activations(model: nn.Module, units: Collection[MLPUnit], images: Ten
     """Runs a model on images and returns the hidden activations (T, J) of MLPs, of T tokens at random."""
     if images.ndim != 4 or not len(images):
         raise ValueError(f"convert: images are {tuple(images.shape)}; give a batch (B, C, H, W)")
-    found: dict[str, list[Tensor]] = {unit.name: [] for unit in units}
+    by_name = {unit.name: unit for unit in units}
+    found: dict[str, list[Tensor]] = {name: [] for name in by_name}
 
-    def record(unit: MLPUnit) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            hidden = args[0].movedim(1, -1) if unit.channels_first else args[0]
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:_TOKENS]
-            found[unit.name].append(rows[chosen.to(rows.device)].float().cpu())
+    def record(name: str, x: Tensor) -> None:
+        hidden = x.movedim(1, -1) if by_name[name].channels_first else x
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:_MAX_CLUSTERED_TOKENS]
+        found[name].append(rows[chosen.to(rows.device)].float().cpu())
 
-        return hook
-
-    hooks = [unit.fc2.register_forward_pre_hook(record(unit)) for unit in units]
-    like = next(weight for weight in model.parameters() if weight.is_floating_point())
-    try:
-        with eval_mode(model), torch.no_grad():
-            model(images.to(like.device, like.dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    like = first_weight(model)
+    layers = {unit.name: unit.fc2 for unit in units}
+    with input_hooks(layers, record), eval_mode(model), torch.no_grad():
+        model(images.to(like.device, like.dtype))
     return {name: torch.cat(rows) for name, rows in found.items()}

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import eval_mode
 from moesaic.ops.hooks import has_hooks
 
 __all__ = ["weight_refusal"]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import all_named_modules, eval_mode, example_images, input_hooks
 
 __all__ = ["OTHER_SIZE", "LayerInputs", "MapSizes", "TokenInput", "input_shape", "trace_inputs"]
 
@@ -81,49 +81,24 @@ def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection
     maps: dict[str, list[tuple[int, int]]] = {}
     tokens: dict[str, list[TokenInput]] = {}
     blocks: dict[str, tuple[int, ...]] = {}
+    around = {name.rpartition(".")[0] for name in mlps}
+    modules = {
+        name: module
+        for name, module in all_named_modules(model)
+        if name in mlps or name in around or isinstance(module, nn.Conv2d | nn.Linear)
+    }
 
-    def record_map(name: str, layer: nn.Module, x: Tensor) -> None:
-        if x.ndim == 4:
+    def record(name: str, x: Tensor) -> None:
+        layer = modules[name]
+        if isinstance(layer, nn.Conv2d | nn.Linear) and x.ndim == 4:
             H, W = x.shape[1:3] if isinstance(layer, nn.Linear) else x.shape[2:]
             maps.setdefault(name, []).append((H, W))
-
-    def record_block(name: str, _: nn.Module, x: Tensor) -> None:
-        blocks[name] = tuple(x.shape)
-
-    def record_tokens(name: str, _: nn.Module, x: Tensor) -> None:
-        found = TokenInput(tuple(x.shape), batch, blocks.get(name.rpartition(".")[0], ()))
-        tokens.setdefault(name, []).append(found)
-
-    around = {name.rpartition(".")[0] for name in mlps}
-    hooks: list[Any] = []
-    for name, module in _modules(model):
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            hooks.append(_on_input(module, name, record_map))
         if name in around:
-            hooks.append(_on_input(module, name, record_block))
+            blocks[name] = tuple(x.shape)
         if name in mlps:
-            hooks.append(_on_input(module, name, record_tokens))
-    like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
-    images = torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    try:
-        with eval_mode(model), torch.no_grad():
-            model(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
+            block = blocks.get(name.rpartition(".")[0], ())
+            tokens.setdefault(name, []).append(TokenInput(tuple(x.shape), batch, block))
+
+    with input_hooks(modules, record), eval_mode(model), torch.no_grad():
+        model(example_images(model, shape, batch))
     return LayerInputs(maps, tokens)
-
-
-def _on_input(module: nn.Module, name: str, record: Callable[[str, nn.Module, Tensor], None]) -> Any:
-    """Calls ``record`` with the first argument of every run of a module."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        x = next(iter((*args, *kwargs.values())), None)
-        if isinstance(x, Tensor):
-            record(name, module, x)
-
-    return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
 from moesaic.layers.recording import RoutedLayer
 from moesaic.models.convertible_weights import weight_refusal
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import all_named_modules, eval_mode
 from moesaic.ops.hooks import has_hooks
 
 __all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]
@@ -91,8 +91,12 @@ def find_mlps(model: nn.Module) -> dict[str, MLPUnit]:
     >>> unit.in_dim, unit.hidden_dim, unit.out_dim, unit.activation, unit.hidden_dropout
     (8, 32, 8, 'gelu', 0.1)
     """
-    routed = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RoutedLayer))
-    found = (_examine(model, name) for name, module in _modules(model) if name and looks_like_mlp(model, name, module))
+    routed = tuple(f"{name}." for name, module in all_named_modules(model) if isinstance(module, RoutedLayer))
+    found = (
+        _examine(model, name)
+        for name, module in all_named_modules(model)
+        if name and looks_like_mlp(model, name, module)
+    )
     return {unit.name: unit for unit in found if isinstance(unit, MLPUnit) and not unit.name.startswith(routed)}
 
 
@@ -383,7 +387,3 @@ def _sizes(layer: nn.Linear | nn.Conv2d) -> tuple[int, int]:
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features
     return layer.in_channels, layer.out_channels
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))

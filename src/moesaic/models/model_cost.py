@@ -13,7 +13,6 @@ For a convolution with gated channels, sparse MACs are open inputs × open outpu
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,11 +26,12 @@ from moesaic.experts import MLPExperts, PatchNetExperts
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE, TokenSkip
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
+from moesaic.models.inspection import eval_mode, example_images
 from moesaic.ops.channel.masked import open_channels
 from moesaic.routing import ChannelGate, Router, SampleRouter
 from moesaic.routing_record import Routing
 
-__all__ = ["LayerCost", "ModelCost", "count_macs", "eval_mode"]
+__all__ = ["LayerCost", "ModelCost", "count_macs"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -130,8 +130,7 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
         raise ValueError(f"count_macs: shape={shape} is not an image shape; give (C, H, W), such as (3, 64, 64)")
     check_positive("count_macs", C=shape[0], H=shape[1], W=shape[2])
     model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
-    like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
-    image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+    image = example_images(model, shape)
     with eval_mode(model), torch.no_grad():
         try:
             rows = _run("", model, image)
@@ -360,18 +359,6 @@ def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
         return len(experts) * experts.outputs * experts.dim * x.shape[0]  # patches and filters are summed first
     each = isinstance(experts, (PatchNetExperts, MLPExperts))  # patch or token of a sample
     return _matrix_weights(experts) * (x.shape[:-1].numel() if each else x.shape[0])
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Generator[None]:
-    """Puts a model in eval mode inside the block, and restores the mode of every module afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def _row(name: str, kind: str, parameters: int, cost: LayerCost | ModelCost) -> tuple[str, str, str, str, str]:

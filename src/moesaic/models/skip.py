@@ -19,8 +19,9 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
+from moesaic.models.inspection import first_weight
 from moesaic.models.layer_inputs import OTHER_SIZE, input_shape
-from moesaic.models.skip_candidates import BlockCall, find_blocks, first_weight, trace_calls, why_not_skippable
+from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
 from moesaic.models.skip_record import record_skips
 from moesaic.models.vit import PatchEmbed
 from moesaic.routing.keep_choice import KeepChoice, KeepGate

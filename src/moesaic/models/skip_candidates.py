@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import TokenSkip
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import all_named_modules, eval_mode, example_images, first_weight
 from moesaic.routing.keep_choice import KeepChoice
 
-__all__ = ["BlockCall", "find_blocks", "first_weight", "trace_calls", "why_not_skippable"]
+__all__ = ["BlockCall", "find_blocks", "trace_calls", "why_not_skippable"]
 
 _RULE = re.compile(r"(every|last)-([1-9]\d*)")
 _TOLERANCE = 1e-6
@@ -43,7 +43,7 @@ def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hin
     """Runs a model on one image (C, H, W), and returns what its modules were called with."""
     calls: dict[str, BlockCall] = {}
     hooks: list[Any] = []
-    for name, module in _modules(model):
+    for name, module in all_named_modules(model):
 
         def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
             given = [*((f"argument {place}", value) for place, value in enumerate(args, 1)), *kwargs.items()]
@@ -52,11 +52,9 @@ def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hin
             calls.setdefault(name, BlockCall(tuple(x.shape) if isinstance(x, Tensor) else None, others))
 
         hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
-    like = first_weight(model)
-    image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     try:
         with eval_mode(model), torch.no_grad():
-            model(image)
+            model(example_images(model, shape))
     except Exception as error:
         size = "×".join(map(str, shape))
         raise ValueError(
@@ -75,7 +73,7 @@ def find_blocks(model: nn.Module, wanted: str | Sequence[str]) -> dict[str, nn.M
     >>> list(find_blocks(model, "every-2")), list(find_blocks(model, "[12]*")), list(find_blocks(model, "last-1"))
     (['1', '3'], ['1', '2'], ['3'])
     """
-    modules = {name: module for name, module in _modules(model) if name}
+    modules = {name: module for name, module in all_named_modules(model) if name}
     found: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
         rule = _RULE.fullmatch(pattern)
@@ -108,7 +106,7 @@ def why_not_skippable(
     block = model.get_submodule(name)
     if isinstance(block, TokenSkip):
         return "skips tokens already"
-    same = next((other for other, module in _modules(model) if module is block and other != name), None)
+    same = next((other for other, module in all_named_modules(model) if module is block and other != name), None)
     if same is not None:
         return f"is also {same!r}; give each a copy of its own first"
     if call is not None:
@@ -122,11 +120,6 @@ def why_not_skippable(
     N, C = tokens
     selected = router.prefix_tokens + router.count(N - router.prefix_tokens)
     return None if selected == N else _trial_fault(block, selected, N, C, prefix_tokens)
-
-
-def first_weight(module: nn.Module) -> Tensor:
-    """Returns a tensor with the device and dtype of a module."""
-    return next((weight for weight in module.parameters() if weight.is_floating_point()), torch.zeros(()))
 
 
 def _trial_fault(block: nn.Module, some: int, tokens: int, dim: int, prefix_tokens: int) -> str | None:
@@ -163,7 +156,7 @@ def _by_rule(model: nn.Module, rule: str, number: int) -> list[str]:
     """Some blocks of the longest list of blocks of one kind."""
     lists = [
         [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
-        for name, module in _modules(model)
+        for name, module in all_named_modules(model)
         if isinstance(module, nn.Sequential | nn.ModuleList) and _has_equal_blocks(module)
     ]
     names = max(lists, key=len, default=list[str]())
@@ -191,7 +184,3 @@ def _not_found(owner: str, pattern: str, modules: Mapping[str, nn.Module]) -> st
 
 def _why(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-
-
-def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
-    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))

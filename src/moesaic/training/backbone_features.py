@@ -26,8 +26,8 @@ from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.feature_cache import cached_features, is_cached
 from moesaic.layers.recording import routed_layers
 from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.inspection import eval_mode
 from moesaic.models.layer_groups import classifier_names
-from moesaic.models.model_cost import eval_mode
 
 __all__ = [
     "FeatureBatches",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moesaic.insight.channel_metrics import gate_dependence
 from moesaic.models.deepmoe.embedding_network import ConstantEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import eval_mode
 from moesaic.training.batches import eval_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.fit_result import Diverged

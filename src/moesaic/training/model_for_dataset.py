@@ -11,7 +11,8 @@ from torch import nn
 from moesaic.data.datasets import ImageDataset
 from moesaic.layers import RoutedHead
 from moesaic.models.headed_network import HeadedNetwork
-from moesaic.models.model_cost import ModelCost, count_macs, eval_mode
+from moesaic.models.inspection import eval_mode
+from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, model_options
 from moesaic.models.spec_validation import check_spec
 

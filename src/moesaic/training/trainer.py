@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import as_json
 from moesaic.insight.routing_average import LayerRouting
-from moesaic.models.model_cost import eval_mode
+from moesaic.models.inspection import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.training.backbone_features import FeatureBatches, one_thread

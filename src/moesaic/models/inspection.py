@@ -1,0 +1,74 @@
+"""Looking into any network: its modules by name, its device and dtype, and what its layers get in a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["all_named_modules", "eval_mode", "example_images", "first_tensor", "first_weight", "input_hooks"]
+
+
+def all_named_modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    """Returns the modules of a network with their names; a module with two names comes twice."""
+    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
+
+
+def first_weight(module: nn.Module) -> Tensor:
+    """Returns a tensor with the device and dtype of a module."""
+    return next((weight for weight in module.parameters() if weight.is_floating_point()), torch.zeros(()))
+
+
+def example_images(model: nn.Module, shape: tuple[int, int, int], batch: int = 1) -> Tensor:
+    """Returns random images (batch, C, H, W) on the device and in the dtype of a network, the same in every call."""
+    like = first_weight(model)
+    return torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Returns the first tensor in what a network returns, such as the logits of a network of transformers."""
+    if isinstance(output, Tensor):
+        return output
+    values = cast("Iterable[Any]", output.values() if isinstance(output, Mapping) else output)
+    return next(first_tensor(value) for value in values if isinstance(value, Tensor | Mapping | list | tuple))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Generator[None]:
+    """Puts a model in eval mode inside the block, and restores the mode of every module afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def input_hooks(modules: Mapping[str, nn.Module], record: Callable[[str, Tensor], None]) -> Generator[None]:
+    """Inside, calls ``record`` with the name and the first argument of a module, in every run of one of them.
+
+    >>> layer = nn.Linear(2, 3)
+    >>> with input_hooks({"fc": layer}, lambda name, x: print(name, tuple(x.shape))):
+    ...     y = layer(torch.zeros(4, 2))
+    fc (4, 2)
+    """
+
+    def hook_of(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = next(iter((*args, *kwargs.values())), None)
+            if isinstance(x, Tensor):
+                record(name, x)
+
+        return hook
+
+    hooks = [module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in modules.items()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
