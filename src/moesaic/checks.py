@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:  # commands import this module, and print their help without waiting for torch
     import torch
 
-__all__ = ["check_choice", "check_device", "check_numbers", "check_positive", "either", "nearest_divisors", "printable"]
+__all__ = [
+    "check_choice",
+    "check_device",
+    "check_numbers",
+    "check_positive",
+    "either",
+    "first_line",
+    "first_names",
+    "nearest_divisors",
+    "printable",
+]
 
 T = TypeVar("T")
 
@@ -86,3 +96,22 @@ def nearest_divisors(number: int, near: int) -> str:
 def either(numbers: Sequence[int]) -> str:
     """Numbers as words: ``1, 2 or 4``."""
     return " or ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))
+
+
+def first_line(error: BaseException) -> str:
+    r"""Returns the first line of an error's message, or its type where it has none.
+
+    >>> first_line(ValueError("two\nlines")), first_line(KeyError())
+    ('two', 'KeyError')
+    """
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def first_names(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first of some names from a file, and how many more there are.
+
+    >>> first_names(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(printable, names[:most])) + more

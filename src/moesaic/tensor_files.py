@@ -19,12 +19,20 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from moesaic.checks import printable
+from moesaic.checks import first_line, first_names, printable
 from moesaic.files import json_digest, write_atomic
 from moesaic.validated_json import InvalidFile, parse_json
 from moesaic.write_errors import way_out
 
-__all__ = ["METADATA_KEY", "TensorFile", "is_safetensors", "open_tensors", "parse_header", "write_tensors"]
+__all__ = [
+    "METADATA_KEY",
+    "TensorFile",
+    "is_safetensors",
+    "open_tensors",
+    "parse_header",
+    "shape_differences",
+    "write_tensors",
+]
 
 METADATA_KEY = "moesaic"
 """The key of our JSON in the metadata of a safetensors file."""
@@ -130,6 +138,25 @@ def is_safetensors(path: Path) -> bool:
         return file.read(9)[8:] == b"{"
 
 
+def shape_differences(file: Mapping[str, tuple[int, ...]], network: Mapping[str, tuple[int, ...]]) -> str:
+    """Returns how the tensors of a file and of a network differ, by their names and shapes; empty if they do not.
+
+    >>> shape_differences({"weight": (2, 3)}, {"weight": (2, 4), "bias": (2,)})
+    '1 missing in the file: bias; 1 of another shape: weight (2, 3) in the file, (2, 4) in the network'
+    """
+    reshaped = [
+        f"{name} {file[name]} in the file, {shape} in the network"
+        for name, shape in network.items()
+        if file.get(name, shape) != shape
+    ]
+    kinds = {
+        "missing in the file": [name for name in network if name not in file],
+        "only in the file": [name for name in file if name not in network],
+        "of another shape": reshaped,
+    }
+    return "; ".join(f"{len(names)} {kind}: {first_names(names)}" for kind, names in kinds.items() if names)
+
+
 @contextmanager
 def _damage(path: Path) -> Generator[None]:
     try:
@@ -138,7 +165,7 @@ def _damage(path: Path) -> Generator[None]:
         raise
     # the package raises its own error, and torch others on tensors that it cannot make
     except (SafetensorError, ValueError, TypeError, KeyError, RuntimeError, OverflowError) as error:
-        why = printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+        why = printable(first_line(error))
         raise InvalidFile(f"{path} is not a whole safetensors file ({why}); {_DAMAGED}") from error
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from moesaic.checks import printable
+from moesaic.checks import first_line, printable
 
 __all__ = [
     "MAX_FILE_BYTES",
@@ -104,9 +104,7 @@ def read_stream(file: _Readable, limit: int, where: str) -> bytes:
     return b"".join(parts)
 
 
-def read_json(
-    path: str | Path, *, advice: str = "write it again", limits: JsonLimits = _LIMITS, nan: bool = False
-) -> Any:
+def read_json(path: str | Path, *, advice: str = "write it again", limits: JsonLimits = _LIMITS) -> Any:
     """Reads a JSON file within limits; ``advice`` ends the message of an error.
 
     >>> import tempfile
@@ -121,7 +119,7 @@ def read_json(
         content = read_bytes(path, limits.bytes)
     except InvalidFile as fault:
         raise InvalidFile(f"{fault}; {advice}") from fault
-    return parse_json(content, printable(str(path)), advice=advice, limits=limits, nan=nan)
+    return parse_json(content, printable(str(path)), advice=advice, limits=limits)
 
 
 def parse_json(
@@ -220,8 +218,7 @@ def refused_as(message: str, error: type[InvalidFile] = InvalidFile) -> Generato
     except KeyError as fault:
         raise error(f"{message} ({_shown(fault.args[0] if fault.args else '')} is missing)") from fault
     except (ArithmeticError, AttributeError, IndexError, MemoryError, RuntimeError, TypeError, ValueError) as fault:
-        lines = str(fault).strip().splitlines()
-        raise error(f"{message} ({printable(lines[0] if lines else type(fault).__name__)})") from fault
+        raise error(f"{message} ({printable(first_line(fault))})") from fault
 
 
 def _dataclass(kind: type[Any], value: Mapping[str, Any], where: str, more: bool) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -26,7 +26,7 @@ from torch import nn
 
 from moesaic.bench.equal_layers import describe_layer, equal_layers, trace_shapes
 from moesaic.bench.layer_benchmark import Pass
-from moesaic.bench.model_benchmark import check_patch_routing, routed_layers
+from moesaic.bench.model_benchmark import check_patch_routing, outermost_routed_layers
 from moesaic.bench.network_timer import (
     NOISE,
     LayerGain,
@@ -53,7 +53,7 @@ PlanName = Literal["convert", "skip", "experts"]
 
 _WARM_UP = 1
 _PLAN: Mapping[Way, PlanName] = {"patches": "convert", "split": "convert", "skip": "skip", "experts": "experts"}
-_SKIPPED = "every-2"
+_SKIP_RULE = "every-2"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def advise(
     (({'layer': ['3'], 'experts': 4, 'capacity': 1},), 0.62)
     """
     check_patch_routing(model)
-    routed = routed_layers(model)
+    routed = outermost_routed_layers(model)
     if routed:
         raise ValueError(
             f"{next(iter(routed))!r} is routed already; moesaic bench model times a network with routed layers, and "
@@ -186,7 +186,7 @@ def advise(
     timed = {layer.names: layer for layer in layers if layer.way != "skip"}.values()
     inside = {what: sum(len(layer.names) * layer.dense[what] for layer in timed) for what in passes}
     planner = _Planner(network, image, options, dense, cost)
-    plans = planner.plans([each for each in zip(layers, candidates, strict=True) if _wanted(each[0], passes)])
+    plans = planner.plans([each for each in zip(layers, candidates, strict=True) if _pays(each[0], passes)])
     return Advice(
         dense,
         sum(layer.share for layer in timed),
@@ -196,7 +196,7 @@ def advise(
     )
 
 
-def _wanted(layer: LayerGain, passes: Sequence[Pass]) -> bool:
+def _pays(layer: LayerGain, passes: Sequence[Pass]) -> bool:
     """Whether a plan has the layer: those for speed only where it gains."""
     return layer.way == "experts" or layer.gains(passes)
 
@@ -279,17 +279,15 @@ def _routed_layers(
     }
 
 
-def _macs(cost: ModelCost, names: Iterable[str]) -> int:
+def _macs(cost: ModelCost, names: Collection[str]) -> int:
     """Multiply-adds of layers and of whatever is inside of them."""
-    wanted = tuple(names)
-    inside = tuple(f"{name}." for name in wanted)
-    return sum(layer.macs for layer in cost.layers if layer.name in wanted or layer.name.startswith(inside))
+    return sum(layer.macs for layer in cost.within(names))
 
 
 def _skipping(network: nn.Module, image: Shape, options: RoutingOptions, cost: ModelCost) -> list[_Candidate]:
     """Blocks that could skip tokens, one of each shape; none in networks that are no transformers."""
     try:
-        skipping = skip(copy.deepcopy(network), _SKIPPED, input_size=image, **options.of_way("skip"))
+        skipping = skip(copy.deepcopy(network), _SKIP_RULE, input_size=image, **options.of_way("skip"))
     except ValueError:
         return []
     modules = cast("Iterable[tuple[str, nn.Module]]", skipping.named_modules())
@@ -364,7 +362,7 @@ class _Planner:
         for each in candidates:
             names.setdefault(each.way, []).extend(each.pair.names)
         return tuple(
-            {"skip": [_SKIPPED], **self.options.of_way(way)}
+            {"skip": [_SKIP_RULE], **self.options.of_way(way)}
             if way == "skip"
             else {"layer": self._patterns(each), **self.options.of_way(way)}
             for way, each in names.items()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.bench.layer_shape import LayerOptions, LayerShape, dense_peers, random_inputs, routed_layer
 from moesaic.bench.timing import Memory, Timing, capture_cuda_graph, peak_memory, time_interleaved
+from moesaic.checks import first_line
 from moesaic.ops import backend, backends
 from moesaic.ops.dispatch import BackendChoice, explain_backend
 from moesaic.ops.tile_sizes import Tile, tune
@@ -249,12 +250,12 @@ class _Ready:
             if what == "step" and self.row.memory is None:
                 self.row.memory = peak_memory(run, self._clear)
         except Exception as error:
-            self.row.notes.append(f"{what} failed: {_first_line(error)}")
+            self.row.notes.append(f"{what} failed: {type(error).__name__}: {first_line(error)}")
             return None
         try:
             return capture_cuda_graph(run)
         except Exception as error:
-            self.row.notes.append(f"{what} is not captured: {_first_line(error)}")
+            self.row.notes.append(f"{what} is not captured: {type(error).__name__}: {first_line(error)}")
             return run
 
     def try_once(self, what: Pass) -> Callable[[], object] | None:
@@ -265,7 +266,7 @@ class _Ready:
         try:
             run()
         except Exception as error:  # the other candidates are still timed
-            self.row.notes.append(f"{what} failed: {_first_line(error)}")
+            self.row.notes.append(f"{what} failed: {type(error).__name__}: {first_line(error)}")
             return None
         return run
 
@@ -302,8 +303,3 @@ def _time(ready: Sequence[_Ready], passes: Sequence[Pass], repetitions: int) -> 
             each = ready[int(number)]
             times: dict[str, Timing] = getattr(each.row, what)
             times[each.label] = timing
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -27,7 +27,7 @@ from moesaic.models.convert import ChannelsLastPatchMoE, applied_conversions
 from moesaic.models.convert_mlp import ChannelsFirstTokenMoE
 from moesaic.models.model_cost import count_macs
 
-__all__ = ["ModelBenchmark", "benchmark_model", "check_patch_routing", "dense_counterpart", "routed_layers"]
+__all__ = ["ModelBenchmark", "benchmark_model", "check_patch_routing", "dense_counterpart", "outermost_routed_layers"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def dense_counterpart(model: nn.Module) -> nn.Module:
     for name, layer in _routed(model, TokenSkip).items():
         model.set_submodule(name, cast("TokenSkip", layer).block)
         parts |= {f"{name}.{part.removeprefix(f'{name}.block.')}" for part in parts if part.startswith(f"{name}.")}
-    for name, layer in routed_layers(model).items():
+    for name, layer in outermost_routed_layers(model).items():
         dense = (
             _dense_mlp(layer, name in parts) if isinstance(layer, TokenMoE) else _dense_conv(cast("PatchMoE", layer))
         )
@@ -105,7 +105,7 @@ def benchmark_model(
     (0.73, ['eager'])
     """
     check_patch_routing(model)
-    routed = routed_layers(model)
+    routed = outermost_routed_layers(model)
     if not routed:
         raise ValueError(
             f"{type(model).__name__} has no routed layers; moesaic advise finds those of a dense network that gain by "
@@ -146,7 +146,7 @@ def check_patch_routing(model: nn.Module) -> None:
             )
 
 
-def routed_layers(model: nn.Module) -> dict[str, nn.Module]:
+def outermost_routed_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The routed layers of a network by name, those inside of a block that skips tokens aside."""
     skips = _routed(model, TokenSkip)
     inside = tuple(f"{name}." for name in skips)

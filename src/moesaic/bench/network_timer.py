@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
+from moesaic.checks import first_line
 from moesaic.models.inspection import eval_mode, first_tensor, input_hooks
 from moesaic.models.model_cost import ModelCost
 
@@ -43,8 +44,8 @@ MODES: tuple[Mode, ...] = ("eager", "compiled", "captured")
 NOISE = 1.05
 """Smaller ratios count as equal."""
 Shape = tuple[int, int, int]
-_MORE = 3
-"""Times of a layer for one of a network."""
+_LAYER_REPETITIONS = 3
+"""Timed runs of a layer for each of a network."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +126,10 @@ class NetworkTimer:
     autocast: torch.dtype | None = None
     warm_up: int = 3
 
-    def time_network(self, network: nn.Module, mode: Mode = "eager") -> dict[Pass, float]:
-        """Milliseconds of each pass."""
+    def time_network(self, network: nn.Module) -> dict[Pass, float]:
+        """Milliseconds of each pass in eager mode."""
         x, network = self.images(network), copy.deepcopy(network)
-        return {what: self._time(what, {"": network}, x, mode)[""].median for what in self.passes}
+        return {what: self._time(what, {"": network}, x)[""].median for what in self.passes}
 
     def time_layers(self, pairs: Sequence[LayerPair], network: nn.Module, cost: ModelCost) -> list[LayerGain]:
         """Times one layer of each pair on the input that the first of them gets in the network.
@@ -160,8 +161,7 @@ class NetworkTimer:
         try:
             times = self._time(what, networks, x, mode)
         except Exception as error:  # compilers raise anything
-            lines = str(error).strip().splitlines()
-            note = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            note = f"{type(error).__name__}: {first_line(error)}"
             return {name: NetworkGain(mode, what, None, None, note) for name in routed}
         return {name: NetworkGain(mode, what, times["dense"], times[name]) for name in routed}
 
@@ -199,7 +199,7 @@ class NetworkTimer:
         for name, model in models.items():
             run = self._run(what, model, x.clone().requires_grad_() if inside else x, compiled=mode == "compiled")
             runs[name] = capture_cuda_graph(run) if mode == "captured" else run
-        repetitions = _MORE * self.repetitions if inside else self.repetitions
+        repetitions = _LAYER_REPETITIONS * self.repetitions if inside else self.repetitions
         return time_interleaved(runs, repetitions, self.warm_up, gpu_clock=mode == "captured")
 
     def _run(self, what: Pass, model: nn.Module, x: Tensor, *, compiled: bool) -> Callable[[], object]:
@@ -223,9 +223,6 @@ class NetworkTimer:
         return nullcontext() if self.autocast is None else torch.autocast(x.device.type, self.autocast)
 
 
-def share_of_macs(cost: ModelCost, names: Iterable[str]) -> float:
+def share_of_macs(cost: ModelCost, names: Collection[str]) -> float:
     """The share of a network's multiply-adds in layers, whatever is inside of them included."""
-    wanted = tuple(names)
-    inside = tuple(f"{name}." for name in wanted)
-    own = sum(layer.dense_macs for layer in cost.layers if layer.name in wanted or layer.name.startswith(inside))
-    return own / max(cost.dense_macs, 1)
+    return sum(layer.dense_macs for layer in cost.within(names)) / max(cost.dense_macs, 1)

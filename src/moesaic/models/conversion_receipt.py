@@ -149,10 +149,7 @@ def _submodule(network: nn.Module, name: str) -> nn.Module | None:
 
 
 def _macs(modules: tuple[str, ...], costs: tuple[ModelCost, ModelCost]) -> tuple[int, int]:
-    inside = tuple(f"{name}." for name in modules)
-    before, after = (
-        sum(each.macs for each in cost.layers if each.name in modules or each.name.startswith(inside)) for cost in costs
-    )
+    before, after = (sum(layer.macs for layer in cost.within(modules)) for cost in costs)
     return before, after
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from moesaic.checks import first_line
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
 from moesaic.layers.recording import RoutedLayer
 from moesaic.models.convertible_weights import weight_refusal
@@ -28,7 +29,7 @@ __all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]
 
 _TOLERANCE = 2e-5
 """Of outputs in float32, relative to the largest."""
-_FEW = 5, 7, 3
+_SMALL_SIZES = 5, 7, 3
 """Features in, hidden and out of an MLP that is tried in place of a large one."""
 _NO_PADDING = ((0, 0), "valid", "same")
 """Of a 1×1 convolution."""
@@ -222,14 +223,14 @@ def _run(parts: _Parts) -> MLPUnit | str:
     """Runs the module with made-up weights and compares it with an MLP."""
     try:
         try:
-            trial = _Trial(parts, _FEW)
+            trial = _Trial(parts, _SMALL_SIZES)
             y, calls = trial.run(training=False)
         except Exception:  # its forward may depend on its sizes
             trial = _Trial(parts, None)
             y, calls = trial.run(training=False)
         in_training, _ = trial.run(training=True)
     except Exception as error:  # whatever the forward of a stranger raises
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         return f"is a {type(parts.modules[parts.name]).__name__}, which does not run on tokens alone ({why})"
     order = [name for name in calls if name in parts.layers]
     if len(order) != 2 or len(set(order)) != 2:

@@ -12,7 +12,7 @@ For a convolution with gated channels, sparse MACs are open inputs × open outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -90,6 +90,11 @@ class ModelCost:
     def routed_share(self) -> float:
         """Fraction of the dense multiply-adds in routed layers: the most that routing can save."""
         return self.routed_dense_macs / self.dense_macs if self.dense_macs else 0.0
+
+    def within(self, names: Collection[str]) -> tuple[LayerCost, ...]:
+        """Returns the costs of the layers with these names and of those inside of them."""
+        inside = tuple(f"{name}." for name in names)
+        return tuple(layer for layer in self.layers if layer.name in names or layer.name.startswith(inside))
 
     def table(self) -> str:
         """Returns a table with a row per layer, the totals, and those of the routed layers."""

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import printable
+from moesaic.checks import first_line, printable
 from moesaic.models.layer_groups import classifier_names
-from moesaic.tensor_files import METADATA_KEY, is_safetensors, open_tensors, parse_header
+from moesaic.tensor_files import METADATA_KEY, is_safetensors, open_tensors, parse_header, shape_differences
 from moesaic.validated_json import InvalidFile, decode
 
 __all__ = ["PretrainedConfig", "file_sha256", "load_pretrained", "read_config", "reset_classifier"]
@@ -28,11 +28,9 @@ _WRAPPERS = ("state_dict_ema", "state_dict", "model_state_dict", "model")
 """Keys under which training scripts store the weights of a network, beside those of the optimizer."""
 _COUNTER = "num_batches_tracked"
 """BatchNorm's counter, which files may lack."""
-_SHOWN = 3
-"""Names of tensors that an error lists of each kind."""
 _MAX_TEXT = 1000
 """Characters of metadata that numbers are looked for in."""
-_MAX_IMAGE_SIZE = 4096
+MAX_IMAGE_SIZE = 4096
 """Pixels along the side of an image that a file may ask for."""
 
 
@@ -85,22 +83,14 @@ def load_pretrained(model: nn.Module, path: str | Path, sha256: str | None = Non
     of_head = {name for name in (*own, *tensors) if name.startswith(heads)} if heads else set[str]()
     fits = all(name in tensors and tensors[name].shape == own[name].shape for name in own if name in of_head)
     wanted = {name for name in own if fits or name not in of_head}
-    reshaped = [
-        f"{name} {tuple(tensors[name].shape)} in the file, {tuple(own[name].shape)} in the network"
-        for name in own
-        if name in wanted and name in tensors and tensors[name].shape != own[name].shape
-    ]
-    kinds = {
-        "missing in the file": [
-            name for name in own if name in wanted and name not in tensors and not name.endswith(_COUNTER)
-        ],
-        "only in the file": [name for name in tensors if name not in own and name not in of_head],
-        "of another shape": reshaped,
-    }
-    faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    counters = {name for name in own if name.endswith(_COUNTER) and name not in tensors}
+    faults = shape_differences(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted or name not in of_head},
+        {name: tuple(own[name].shape) for name in own if name in wanted - counters},
+    )
     if faults:
         raise InvalidFile(
-            f"weights={str(path)!r} is of another network than this {type(model).__name__}: {'; '.join(faults)}; name "
+            f"weights={str(path)!r} is of another network than this {type(model).__name__}: {faults}; name "
             "the network that the file was made for"
         )
     model.load_state_dict({name: tensors[name] for name in wanted if name in tensors}, strict=False)
@@ -178,7 +168,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidFile:
-    why = printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+    why = printable(first_line(error))
     return InvalidFile(
         f"weights={str(path)!r} is neither whole safetensors nor a file that torch.load(weights_only=True) reads "
         f"({why}); save the weights with safetensors.torch.save_file"
@@ -191,15 +181,10 @@ def _checked(path: Path, config: PretrainedConfig) -> PretrainedConfig:
     size = config.image_size
     if not all(math.isfinite(number) for number in numbers) or min(config.std or (1.0,)) <= 0:
         raise InvalidFile(f"weights={str(path)!r} has mean={config.mean} and std={config.std}; std must be above 0")
-    if size is not None and not 1 <= size <= _MAX_IMAGE_SIZE:
+    if size is not None and not 1 <= size <= MAX_IMAGE_SIZE:
         raise InvalidFile(f"weights={str(path)!r} is for images of {size} pixels; give --img-size and another file")
     return config
 
 
 def _numbers(text: str) -> tuple[float, ...]:
     return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", text[:_MAX_TEXT]))
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -34,7 +34,7 @@ __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 _TIMM_PREFIX = "timm/"
 _WEIGHTS = ("pretrained", "weights", "weights_sha256")
 """Arguments of `create_model` that say where weights come from."""
-_WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
+WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
 
 
@@ -186,7 +186,7 @@ def _options(constructor: Any) -> tuple[str, ...]:
 
 
 def _constructor(name: str) -> Callable[..., nn.Module]:
-    wide = _WIDE_RESNET_NAME.fullmatch(name)
+    wide = WIDE_RESNET_NAME.fullmatch(name)
     if wide is None:
         return _NETWORKS[check_choice("create_model", "name", name, list_models())]
     return partial(WideResNetPMoE if wide[3] else WideResNet, int(wide[1]), int(wide[2]))

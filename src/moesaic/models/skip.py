@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import inspect
 import math
-import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast, get_args
 
-import torch
 from torch import nn
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
+from moesaic.models.convert_plan import new_weights
 from moesaic.models.inspection import first_weight
 from moesaic.models.layer_inputs import OTHER_SIZE, input_shape
 from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
@@ -30,7 +29,7 @@ __all__ = ["skip", "skip_options"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_TRIED = 6
+_EXAMPLE_TOKENS = 6
 """Tokens behind the prefix that blocks are tried on where the size of images is unknown."""
 
 
@@ -112,11 +111,10 @@ def skip_options() -> tuple[str, ...]:
 
 
 def _wrapped(name: str, block: nn.Module, dim: int, options: Mapping[str, Any], seed: int) -> TokenSkip:
-    with torch.random.fork_rng(devices=[]):  # new weights come from a separate generator
+    with new_weights(name, seed) as generator:
         new = TokenSkip(block, dim, **options)
     if not new.router.weight.is_meta:
-        key = zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)
-        new.router.reset_parameters(torch.Generator().manual_seed(key))
+        new.router.reset_parameters(generator)
     like = first_weight(block)
     new.router.to(like.device, like.dtype).train(block.training)
     new.training = block.training
@@ -146,7 +144,7 @@ def _tokens(name: str, calls: Mapping[str, BlockCall] | None, dim: int | None, p
         check_positive("skip", dim=dim)
     if calls is None:
         assert dim is not None
-        return prefix_tokens + _TRIED, dim
+        return prefix_tokens + _EXAMPLE_TOKENS, dim
     if name not in calls:
         raise ValueError(f"skip: {name!r} did not run on an image; name blocks that do")
     shape = calls[name].shape

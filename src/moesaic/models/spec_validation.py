@@ -16,16 +16,15 @@ from typing import Any, cast
 from moesaic.checks import printable
 from moesaic.layers.heads import HEAD_OPTIONS
 from moesaic.models.model_string import conversion_options
-from moesaic.models.registry import ModelSpec, model_options
+from moesaic.models.pretrained import MAX_IMAGE_SIZE
+from moesaic.models.registry import WIDE_RESNET_NAME, ModelSpec, model_options
 from moesaic.models.skip import skip_options
 from moesaic.validated_json import InvalidFile
 
-__all__ = ["MAX_CLASSES", "MAX_IMAGE_SIZE", "TIMM_OPTIONS", "check_spec"]
+__all__ = ["MAX_CHANNELS", "MAX_CLASSES", "TIMM_OPTIONS", "check_spec"]
 
 MAX_CLASSES = 1_000_000
-MAX_IMAGE_SIZE = 4096
-"""Pixels along the side of an image."""
-_MAX_CHANNELS = 4096
+MAX_CHANNELS = 4096
 _MAX_DEPTH, _MAX_WIDTH = 1000, 100
 """Of networks that exist for every depth and width."""
 _MAX_NUMBER = 1 << 16
@@ -41,7 +40,7 @@ _SIZES: Mapping[str, int] = {
     "input_size": MAX_IMAGE_SIZE,
     "patch_size": MAX_IMAGE_SIZE,
     "kernel_size": MAX_IMAGE_SIZE,
-    "in_channels": _MAX_CHANNELS,
+    "in_channels": MAX_CHANNELS,
     "depth": _MAX_DEPTH,
     "patches_per_expert": MAX_IMAGE_SIZE**2,
     "tokens_per_expert": MAX_IMAGE_SIZE**2,
@@ -57,7 +56,6 @@ TIMM_OPTIONS = (
 """Arguments of timm's networks that a file may give."""
 _TIMM_NAME = re.compile(r"timm/[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)?")
 _CHOSEN_PATCH_SIZE = re.compile(r"auto|nearest-\d{1,4}")
-_WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 
 
 def check_spec(spec: ModelSpec, where: str) -> None:
@@ -80,7 +78,7 @@ def check_spec(spec: ModelSpec, where: str) -> None:
             raise InvalidFile(f"{where}: {printable(str(unknown))}") from unknown
     _check_arguments(spec.name, spec.arguments, known, where)
     if spec.arguments.get("num_classes") is None:
-        raise InvalidFile(f"{where}: {spec.name} is given without num_classes; {_BY_HAND}")
+        raise InvalidFile(f"{where}: {spec.name} is given without num_classes; {_WAY_OUT}")
     if len(spec.conversions) > _MAX_CONVERSIONS:
         raise InvalidFile(f"{where}: {len(spec.conversions)} conversions, at most {_MAX_CONVERSIONS} are made")
     for conversion in spec.conversions:
@@ -90,16 +88,16 @@ def check_spec(spec: ModelSpec, where: str) -> None:
             _check_arguments("convert", conversion, ("layer", *conversion_options()), where)
 
 
-_BY_HAND = "build the network yourself and use moesaic.training.load_weights(path, model)"
+_WAY_OUT = "build the network yourself and use moesaic.training.load_weights(path, model)"
 
 
 def _check_name(name: str, where: str) -> None:
     if len(name) > 200 or (name.startswith("timm/") and not _TIMM_NAME.fullmatch(name)):
-        raise InvalidFile(f"{where}: {printable(name[:60])!r} is no name of a network; {_BY_HAND}")
-    wide = _WIDE_RESNET_NAME.fullmatch(name)
+        raise InvalidFile(f"{where}: {printable(name[:60])!r} is no name of a network; {_WAY_OUT}")
+    wide = WIDE_RESNET_NAME.fullmatch(name)
     if wide and (int(wide[1]) > _MAX_DEPTH or int(wide[2]) > _MAX_WIDTH):
         raise InvalidFile(
-            f"{where}: {printable(name[:60])} is deeper than {_MAX_DEPTH} layers or wider than {_MAX_WIDTH}; {_BY_HAND}"
+            f"{where}: {printable(name[:60])} is deeper than {_MAX_DEPTH} layers or wider than {_MAX_WIDTH}; {_WAY_OUT}"
         )
 
 
@@ -108,12 +106,12 @@ def _check_arguments(owner: str, arguments: Mapping[str, Any], known: Collection
         if name not in known:
             raise InvalidFile(
                 f"{where}: {printable(name[:60])!r} is no argument of {owner} that a file may give; it may give "
-                f"{', '.join(known)}: {_BY_HAND}"
+                f"{', '.join(known)}: {_WAY_OUT}"
             )
         fault = _fault(name, value)
         if fault:
             raise InvalidFile(
-                f"{where}: {name}={printable(repr(cast('object', value))[:60])} of {owner} {fault}; {_BY_HAND}"
+                f"{where}: {name}={printable(repr(cast('object', value))[:60])} of {owner} {fault}; {_WAY_OUT}"
             )
 
 

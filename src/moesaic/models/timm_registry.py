@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from moesaic.checks import first_line
 from moesaic.layers.heads import HEAD_OPTIONS, Pooling, create_head
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
@@ -64,7 +65,7 @@ def timm_model(
     except Exception as error:  # the hub fails in ways of its own
         if not options.get("pretrained"):
             raise
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise OSError(
             f"create_model: the pretrained weights of timm's {name} cannot be downloaded ({why}); give a file that you "
             "have with weights=FILE (--weights FILE)"
@@ -172,7 +173,7 @@ def _timm(owner: str) -> Any:
         if not _is_of_torchvision(error):
             raise
         torchvision, torch = (_version_of(package) for package in ("torchvision", "torch"))
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = first_line(error)
         raise ImportError(
             f"{owner}: timm imports torchvision {torchvision}, which does not match torch {torch} ({why}); reinstall "
             "both from one index: pip install --force-reinstall torch torchvision",

@@ -20,13 +20,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import printable
+from moesaic.checks import first_names, printable
 from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.files import as_json
+from moesaic.models.pretrained import MAX_IMAGE_SIZE
 from moesaic.models.registry import ModelSpec
-from moesaic.models.spec_validation import MAX_CLASSES, MAX_IMAGE_SIZE, check_spec
+from moesaic.models.spec_validation import MAX_CHANNELS, MAX_CLASSES, check_spec
 from moesaic.routing import RouterLike
-from moesaic.tensor_files import open_tensors, write_tensors
+from moesaic.tensor_files import open_tensors, shape_differences, write_tensors
 from moesaic.validated_json import InvalidFile, decode, refused_as
 
 __all__ = [
@@ -44,9 +45,6 @@ NETWORK = "model.safetensors"
 """The network in the folder of a run."""
 
 _FORMAT = 1
-_MAX_CHANNELS = 4096
-_SHOWN = 3
-"""Names that an error lists of each kind."""
 
 
 class CheckpointError(InvalidFile):
@@ -107,9 +105,9 @@ class Metadata:
     def _check(self, where: str) -> None:
         """Refuses values that no training writes: from a file, they would be asked of memory, or shown."""
         C, H, W = self.input_shape
-        if not (1 <= C <= _MAX_CHANNELS and 1 <= H <= MAX_IMAGE_SIZE and 1 <= W <= MAX_IMAGE_SIZE):
+        if not (1 <= C <= MAX_CHANNELS and 1 <= H <= MAX_IMAGE_SIZE and 1 <= W <= MAX_IMAGE_SIZE):
             raise InvalidFile(
-                f"{where}.input_shape: {C}×{H}×{W}; up to {_MAX_CHANNELS} channels and {MAX_IMAGE_SIZE}×"
+                f"{where}.input_shape: {C}×{H}×{W}; up to {MAX_CHANNELS} channels and {MAX_IMAGE_SIZE}×"
                 f"{MAX_IMAGE_SIZE} pixels are read"
             )
         if self.normalize is not None:
@@ -275,7 +273,7 @@ class _Network:
 def _runs_inside(folder: Path) -> str:
     """Names runs in a folder of runs, or in that of a comparison, as the end of a sentence."""
     found = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
-    return f"; use {_few([str(each) for each in found])}" if found else ""
+    return f"; use {first_names([str(each) for each in found])}" if found else ""
 
 
 @contextmanager
@@ -332,19 +330,9 @@ def _build(spec: ModelSpec, router: RouterLike | None, network: _Network, refusa
 def _refuse_differences(refusal: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Lists the tensors in which file and network differ."""
     own = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
-    reshaped = [
-        f"{name} {shapes[name]} in the file, {own[name]} in the network"
-        for name in own
-        if name in shapes and shapes[name] != own[name]
-    ]
-    kinds = {
-        "missing in the file": [name for name in own if name not in shapes],
-        "only in the file": [name for name in shapes if name not in own],
-        "of another shape": reshaped,
-    }
-    faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
-    if faults:
-        raise CheckpointError(f"{refusal}: {'; '.join(faults)}")
+    differences = shape_differences(shapes, own)
+    if differences:
+        raise CheckpointError(f"{refusal}: {differences}")
 
 
 def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -352,8 +340,3 @@ def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None
     _refuse_differences(refusal, model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     with refused_as(refusal, CheckpointError):
         model.load_state_dict(dict(tensors))
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

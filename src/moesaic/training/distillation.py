@@ -18,7 +18,7 @@ from moesaic.training.callbacks import Callback
 if TYPE_CHECKING:
     from moesaic.training.trainer import Trainer
 
-__all__ = ["Distillation", "distillation_loss", "teacher_logits"]
+__all__ = ["Distillation", "distillation_loss", "float_logits", "teacher_logits"]
 
 
 class Distillation(Callback):
@@ -54,26 +54,27 @@ class Distillation(Callback):
         if not len(x):
             return 0.0
         with trainer.train_step.autocast():
-            taught = teacher_logits(self._teacher, x)
-        return self.weight * distillation_loss(getattr(output, "logits", output), taught, self.temperature)
+            of_teacher = teacher_logits(self._teacher, x)
+        return self.weight * distillation_loss(getattr(output, "logits", output), of_teacher, self.temperature)
 
 
 def teacher_logits(teacher: nn.Module, x: Tensor) -> Tensor:
     """The teacher's logits (B, classes), without gradients and in float32 at least."""
     with torch.no_grad():
-        return _float(cast("Tensor", teacher(x)))
+        return float_logits(cast("Tensor", teacher(x)))
 
 
-def distillation_loss(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+def distillation_loss(logits: Tensor, of_teacher: Tensor, temperature: float) -> Tensor:
     """T² · KL of the teacher's softmax and the student's, mean over images (B, classes).
 
     >>> distillation_loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 3.0]]), 4.0).round(decimals=6)
     tensor(0.)
     """
-    student = F.log_softmax(_float(logits) / temperature, 1)
-    target = F.log_softmax(taught / temperature, 1)
+    student = F.log_softmax(float_logits(logits) / temperature, 1)
+    target = F.log_softmax(of_teacher / temperature, 1)
     return temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
 
 
-def _float(values: Tensor) -> Tensor:
+def float_logits(values: Tensor) -> Tensor:
+    """Returns logits as float32 at least."""
     return values.to(torch.promote_types(values.dtype, torch.float32))

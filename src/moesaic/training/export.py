@@ -25,7 +25,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice
+from moesaic.checks import check_choice, first_line
 from moesaic.data.datasets import Normalize
 from moesaic.files import atomic_path, write_atomic
 from moesaic.layers import SampleMoE
@@ -284,8 +284,7 @@ def _reason(error: BaseException) -> str:
     """What lies at the bottom of it, in a line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    lines = str(error).strip().splitlines()
-    return lines[0].strip() if lines else type(error).__name__
+    return first_line(error).strip()
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.channel_gate import ChannelMode, gate_l1_of_layers
 from moesaic.routing_record import Routing
 from moesaic.training.batch_shaping import batch_shaping_loss
-from moesaic.training.distillation import distillation_loss, teacher_logits
+from moesaic.training.distillation import distillation_loss, float_logits, teacher_logits
 from moesaic.training.gate_costs import (
     FullWeights,
     all_open_cost,
@@ -195,11 +195,11 @@ class GateTraining:
         """Returns the teacher's logits, or None without a teacher."""
         return None if self._teacher is None else teacher_logits(self._teacher, x)
 
-    def loss(self, output: DeepMoEOutput, labels: Tensor, taught: Tensor | None) -> Tensor:
-        """Returns what is added to the cross-entropy of the network's logits; ``taught`` are the teacher's."""
+    def loss(self, output: DeepMoEOutput, labels: Tensor, of_teacher: Tensor | None) -> Tensor:
+        """Returns what is added to the cross-entropy of the network's logits; ``of_teacher`` are the teacher's."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight and not isinstance(self._model.embedding, ConstantEmbedding):
-            own_logits = _float(output.embedding_logits)
+            own_logits = float_logits(output.embedding_logits)
             own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
             total = total + self.recipe.embedding_weight * own.sum()
         if self.joint and self._penalised:
@@ -207,8 +207,8 @@ class GateTraining:
             total = total + self._pressure * (self._penalty_L * mean_L).sum()
         if self.joint and self._hard:
             total = total + self._hard_loss(output.routing)
-        if taught is not None and len(labels):
-            distance = distillation_loss(output.logits, taught, self.recipe.distill_temperature)
+        if of_teacher is not None and len(labels):
+            distance = distillation_loss(output.logits, of_teacher, self.recipe.distill_temperature)
             total = total + self.recipe.distill_weight * distance
         return total
 
@@ -409,11 +409,6 @@ class GateTraining:
     def _set_head_noise(self, noise: float | Tensor) -> None:
         for head in self._heads.values():
             head.noise = noise
-
-
-def _float(values: Tensor) -> Tensor:
-    """The values as float32 at least."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _mode(model: DeepMoE) -> ChannelMode:

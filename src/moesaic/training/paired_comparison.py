@@ -127,7 +127,7 @@ def group_accuracies(found: Comparison, model: str) -> tuple[tuple[Estimate, ...
 def paired_comparisons(found: Comparison) -> tuple[PairedComparison, ...]:
     """Compares every other model with the first."""
     baseline, *others = [model.name for model in found.models]
-    return tuple(_contrast(found, baseline, other) for other in others)
+    return tuple(_compare_pair(found, baseline, other) for other in others)
 
 
 def is_settled(found: Comparison, model: str) -> bool:
@@ -137,7 +137,7 @@ def is_settled(found: Comparison, model: str) -> bool:
     return is_clear(sequential_difference(values, _quantum(found)), values.size, _spread(found, values))
 
 
-def _contrast(found: Comparison, baseline: str, model: str) -> PairedComparison:
+def _compare_pair(found: Comparison, baseline: str, model: str) -> PairedComparison:
     ours, theirs = _paired_curves(found, baseline, model)
     differences = ours[1] - theirs[1]
     values = differences.mean(axis=0)

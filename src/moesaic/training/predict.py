@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from moesaic.checks import check_positive
 from moesaic.insight.channel_explanation import GatedNetwork
-from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
+from moesaic.layers.recording import record_routing, routed_layers
 from moesaic.models.model_cost import count_macs
 from moesaic.routing_record import Routing
 from moesaic.training.trained_network import TrainedNetwork
@@ -98,7 +99,6 @@ class Predictor:
 
     def __init__(self, model: TrainedNetwork) -> None:
         self._model = model.eval()
-        self._layers = routed_layers(model)
         self._cost = 0
         self._droppable: dict[str, tuple[int, int]] = {}
         if not isinstance(model, GatedNetwork):
@@ -130,29 +130,16 @@ class Predictor:
 
     def _run(self, x: Tensor) -> tuple[Tensor, dict[str, Routing]]:
         """Logits, and the routing of each layer in its last pass."""
-        found: dict[str, Routing] = {}
+        with self._recorded() as routing:
+            return cast("Tensor", self._model(x)), routing
 
-        def collect(name: str, layer: RoutedLayer, routing: Routing) -> None:
-            found[name] = routing
-
-        if not self._layers:
-            return cast("Tensor", self._model(x)), found
-        with routing_hook(self._model, collect):
-            return cast("Tensor", self._model(x)), found
+    def _recorded(self) -> AbstractContextManager[dict[str, Routing]]:
+        return record_routing(self._model) if routed_layers(self._model) else nullcontext({})
 
     def _count(self) -> None:
         """Counts multiply-adds, and those per unit and expert of layers whose routers may drop units."""
-        shape = self._model.metadata.input_shape
-        found: dict[str, Routing] = {}
-
-        def collect(name: str, layer: RoutedLayer, routing: Routing) -> None:
-            found[name] = routing
-
-        if self._layers:
-            with routing_hook(self._model, collect):
-                cost = count_macs(self._model, shape)
-        else:
-            cost = count_macs(self._model, shape)
+        with self._recorded() as found:
+            cost = count_macs(self._model, self._model.metadata.input_shape)
         self._cost = cost.macs
         dense = {layer.name: layer.dense_macs for layer in cost.layers}
         for name, routing in found.items():

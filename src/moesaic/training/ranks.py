@@ -77,8 +77,12 @@ class Ranks:
 
     def run_first(self, work: Callable[[], T]) -> T | None:
         """Run something on the first rank; if it fails there, all ranks raise an error."""
+        return self.run_on(work, self.is_first, "fit: the first rank has stopped, and its message says why")
+
+    def run_on(self, work: Callable[[], T], runs_here: bool, failure: str) -> T | None:
+        """Run something on those ranks where ``runs_here``; if it fails on one, others raise `RankError`."""
         result, error = None, None
-        if self.is_first:
+        if runs_here:
             try:
                 result = work()
             except BaseException as raised:
@@ -87,7 +91,7 @@ class Ranks:
         if error is not None:
             raise error
         if failed:
-            raise RankError("fit: the first rank has stopped, and its message says why")
+            raise RankError(failure)
         return result
 
     def from_first(self, content: T) -> T:
@@ -202,17 +206,8 @@ def one_per_machine_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
     """Returns what ``work`` returns; the first rank of every machine runs it before the others, and fills caches."""
     if ranks is None:
         return work()
-    first, result, error = torchrun_env.local_rank() == 0, None, None
-    if first:
-        try:
-            result = work()
-        except BaseException as raised:
-            error = raised
-    (failed,) = ranks.any(error is not None)
-    if error is not None:
-        raise error
-    if failed:
-        raise RankError("the first rank of a machine has stopped, and its message says why")
+    first = torchrun_env.local_rank() == 0
+    result = ranks.run_on(work, first, "the first rank of a machine has stopped, and its message says why")
     return cast("T", result) if first else work()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+from moesaic.checks import first_line
 from moesaic.layers.recording import routed_layers
 from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.routing import ChannelGate
@@ -195,10 +196,9 @@ class TrainStep:
         try:
             return forward(x)
         except Exception as error:  # compilers fail in ways of their own
-            first = str(error).strip().splitlines() or [type(error).__name__]
             raise CompileError(
-                f"fit: compile=True, but torch.compile fails on {type(self.model).__name__} here ({first[0]}); "
-                "use compile=False"
+                f"fit: compile=True, but torch.compile fails on {type(self.model).__name__} here "
+                f"({first_line(error)}); use compile=False"
             ) from error
 
     def step_tensors(self) -> dict[str, Tensor]:
