@@ -1,7 +1,7 @@
 """The routing explorer of an explanation page: its template's values, embedded images, data and script.
 
 The page is one file that loads nothing: images are WebP files in base64, numbers one JSON block, and the only script
-that may run is explorer.js, by its hash in the Content-Security-Policy.
+that may run is made of the files in explorer_script, by its hash in the Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -40,6 +40,11 @@ _OTHER_BYTES = 700_000
 """Reserved for the rest of the page."""
 _COMPONENTS = (8, 4, 2)
 """Numbers for the features of a patch: the first with which the routing of all images fits, or the last."""
+_SCRIPT_FILES = (
+    *("page", "routing", "pictures", "gallery", "image_view"),
+    *("class_view", "expert_view", "dispatch_view", "gate_view", "controls"),
+)
+"""In this order: a file may use what those before it have defined when it begins."""
 _MEAN_SIDE = 128
 
 
@@ -89,7 +94,7 @@ def make_explorer(
         for grey in mean_images(pixels, classes, len(explanation.class_names))[present]:
             image = np.rint(255 * grey).astype(np.uint8)[..., None].repeat(3, 2)
             means.append(encode_image(reduced(image, _MEAN_SIDE)))
-    script = files("moesaic.report").joinpath("explorer.js").read_text("utf-8")
+    script = _script()
     return Explorer(
         values=_values(data, explanation, images, checkpoints, made, given),
         data=json_block(data),
@@ -107,6 +112,13 @@ def json_block(content: object) -> str:
     '["\\u003c/script>","a & b"]'
     """
     return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _script() -> str:
+    """The script in one function, so that no name of it is a global one of the page."""
+    folder = files("moesaic.report").joinpath("explorer_script")
+    parts = (folder.joinpath(f"{name}.js").read_text("utf-8") for name in _SCRIPT_FILES)
+    return '"use strict";\n(() => {\n' + "\n".join(parts) + "})();\n"
 
 
 def _values(

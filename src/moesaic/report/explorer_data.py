@@ -1,6 +1,6 @@
 """The numbers of the routing explorer, packed for a page: selections, gates, class maps and predictions.
 
-Arrays are base64 text of 8 or 16 bits per number, so that a thousand images fit into a page; explorer.js unpacks those
+Arrays are base64 text of 8 or 16 bits per number, so that a thousand images fit into a page; the script unpacks those
 it draws. Numbers that are drawn as text have at least two digits more than are shown.
 """
 
