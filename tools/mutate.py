@@ -64,7 +64,7 @@ GPU_ONLY = ("triton", "tile_sizes")
 """Parts of the paths of modules that run on GPUs alone."""
 
 SPEED_ONLY = {
-    "data/decoded_cache.py": ("_BLOCK", "_LOG_INTERVAL", "_MAX_WORKERS"),
+    "data/decoded_cache.py": ("_BLOCK_IMAGES", "_LOG_INTERVAL", "_MAX_WORKERS"),
     "cli/explain.py": ("_LOG_INTERVAL",),
     "models/deepmoe/frozen_embedding.py": ("SMALL_MAP",),
     "models/wide_resnet/thin_conv.py": ("_MAX_CHANNELS", "_MAX_OUT_CHANNELS"),
@@ -75,7 +75,7 @@ SPEED_ONLY = {
     "ops/patch/inference.py": ("_CHUNK_VALUES",),
     "report/expert_figures.py": ("_BLOCK",),
     "report/progress.py": ("_INTERVAL",),
-    "training/batches.py": ("_PREPARED", "_PREPARED_VALUES"),
+    "training/batches.py": ("_MAX_PREPARED_IMAGES", "_MAX_PREPARED_VALUES"),
     "training/fit.py": ("_IMAGE_MEMORY",),
     "training/trainer.py": ("_EVAL_BATCH_SIZE", "_LOG_SECONDS"),
     "papers/engine/patch_sampling.py": ("_BLOCK",),

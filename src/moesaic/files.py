@@ -47,7 +47,7 @@ def json_bytes(content: object) -> bytes:
     """Returns the text of a JSON file; NaN and infinity become null."""
     text = json.dumps(as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     # lists of numbers on one line; strings are not affected, as JSON escapes their line breaks
-    text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    text = _NUMBER_LIST.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
     return f"{text}\n".encode()
 
 
@@ -176,7 +176,7 @@ def check_json_digest(content: Mapping[str, Any], key: str = "sha256") -> tuple[
     return rest, key not in content or content[key] == json_digest(rest)
 
 
-_NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
+_NUMBER_LIST = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
 
 
 @contextmanager

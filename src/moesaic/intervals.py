@@ -38,7 +38,7 @@ __all__ = [
 
 Array = NDArray[np.float64]
 
-LEVEL = 0.95
+CONFIDENCE = 0.95
 RESAMPLES = 2000
 FEW_TRIALS = 5
 """With fewer, a bootstrap over trials is too narrow."""
@@ -107,11 +107,11 @@ def mean(values: Sequence[float] | Array) -> Estimate:
     trials = np.asarray(values, dtype=np.float64)
     if trials.size < 2:
         raise ValueError(f"mean: an interval needs at least 2 trials, got {trials.size}")
-    center, half = _student(trials, LEVEL, 0.0)
+    center, half = _student(trials, CONFIDENCE, 0.0)
     return Estimate(center, center - half, center + half)
 
 
-def difference(values: Sequence[float] | Array, confidence: float = LEVEL, least_spread: float = 0.0) -> Estimate:
+def difference(values: Sequence[float] | Array, confidence: float = CONFIDENCE, least_spread: float = 0.0) -> Estimate:
     """Returns the mean of differences of percentages, with Student's interval clipped to -100 and 100.
 
     The standard deviation counts as at least ``least_spread``.
@@ -141,7 +141,7 @@ def _student(trials: Array, confidence: float, least_spread: float) -> tuple[flo
     return float(trials.mean()), student_quantile(trials.size - 1, confidence) * spread / trials.size**0.5
 
 
-def student_quantile(degrees_of_freedom: float, confidence: float = LEVEL) -> float:
+def student_quantile(degrees_of_freedom: float, confidence: float = CONFIDENCE) -> float:
     """Returns the two-sided quantile of Student's t distribution.
 
     >>> round(student_quantile(2), 3), round(student_quantile(2, 0.99), 3)
@@ -224,10 +224,11 @@ def samples_at(level: float, sizes: Sequence[float], curve: Array, *, logarithmi
     return below * (above / below) ** weight if logarithmic else below + weight * (above - below)
 
 
-def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) -> Estimate:
+def samples_to_reach(level: float, curve: Curve) -> Estimate:
     """Returns the sample size at which the mean over trials reaches the level, bootstrapped over trials.
 
-    The result is the smallest size if the curve starts above the level, and infinity if it never reaches it.
+    Sizes are interpolated over their logarithm. The result is the smallest size if the curve starts above the level,
+    and infinity if it never reaches it.
 
     >>> sizes, accuracies = [100, 200, 400], np.array([[70.0, 72.0], [80.0, 82.0], [90.0, 92.0]])
     >>> found = samples_to_reach(81.0, (sizes, accuracies))
@@ -237,7 +238,7 @@ def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) ->
     sizes, accuracies = _checked(curve)
 
     def needed(a: Array) -> float:
-        return samples_at(level, sizes, a.mean(axis=1), logarithmic=logarithmic)
+        return samples_at(level, sizes, a.mean(axis=1), logarithmic=True)
 
     return bootstrap(needed, accuracies)
 
@@ -267,7 +268,7 @@ def sample_ratio(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool 
     return bootstrap(ratio, our_accuracies, their_accuracies)
 
 
-def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = True) -> Estimate:
+def saved_labels(level: float, ours: Curve, theirs: Curve) -> Estimate:
     """Returns the fraction of labels that ``ours`` saves at equal accuracy: 1 minus `sample_ratio`.
 
     0.6 means that 40 labels suffice in place of 100. The result is negative if ``ours`` needs more labels, and minus
@@ -278,7 +279,7 @@ def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool 
     >>> saved_labels(90.0, (sizes, ours.repeat(3, axis=1)), (sizes, theirs.repeat(3, axis=1))).value
     0.5
     """
-    ratio = sample_ratio(level, ours, theirs, logarithmic=logarithmic)
+    ratio = sample_ratio(level, ours, theirs, logarithmic=True)
     return Estimate(1 - ratio.value, 1 - ratio.high, 1 - ratio.low)
 
 

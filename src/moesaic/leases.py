@@ -43,7 +43,7 @@ STALE_SECONDS = 120.0
 POLL_SECONDS = 0.5
 """From one look at the leases of others to the next."""
 _SUFFIX = ".lease"
-_LENGTH = 1024
+_FILE_BYTES = 1024
 """Bytes of a lease, always as many: a heartbeat overwrites it in place."""
 _LIMITS = JsonLimits(bytes=1 << 16, values=100)
 
@@ -73,7 +73,7 @@ class Holder:
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
-        return json.dumps(asdict(self)).encode().ljust(_LENGTH)
+        return json.dumps(asdict(self)).encode().ljust(_FILE_BYTES)
 
 
 def is_running(holder: Holder) -> bool | None:
@@ -232,7 +232,7 @@ class Lease:
             self.lost = True
             return
         with open(descriptor, "rb+", buffering=0) as file:
-            found = _parse(file.read(_LENGTH))
+            found = _parse(file.read(_FILE_BYTES))
             if self.is_superseded() or (found is not None and found.token != self._holder.token):
                 self.lost = True
                 return
@@ -286,7 +286,7 @@ def make_once(
     'made, and 5'
     'found'
     """
-    told = False
+    reported = False
     while True:
         found = find()
         if found is not None:
@@ -297,8 +297,8 @@ def make_once(
                 found = find()  # it may have been finished between the two looks
                 return make() if found is None else found
         holder = leases.holder(key)
-        if not told and holder is not None:
-            told = True
+        if not reported and holder is not None:
+            reported = True
             waiting(f"{holder.host}, process {holder.pid}")
         leases.wait()
 

@@ -9,7 +9,7 @@ import sys
 
 __all__ = ["in_job", "local_rank", "local_ranks", "rank", "ranks", "signal_when_agent_dies"]
 
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_REQUIRED_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SET_PARENT_DEATH_SIGNAL = 1
 """PR_SET_PDEATHSIG of prctl."""
 
@@ -21,7 +21,7 @@ def in_job() -> bool:
 
 def ranks() -> int:
     """Returns the number of ranks of the job; 1 outside of one."""
-    return _number("WORLD_SIZE", 1) if all(name in os.environ for name in _NEEDED) else 1
+    return _number("WORLD_SIZE", 1) if all(name in os.environ for name in _REQUIRED_VARIABLES) else 1
 
 
 def rank() -> int:

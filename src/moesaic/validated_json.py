@@ -40,7 +40,7 @@ MAX_FILE_BYTES = 1 << 28
 
 _CHUNK = 1 << 20
 """Bytes read at a time where the size is not known."""
-_SHOWN = 80
+_MAX_SHOWN_CHARACTERS = 80
 """Characters of a value that an error shows."""
 
 
@@ -267,7 +267,7 @@ def _type_name(kind: Any) -> str:
 
 def _shown(value: Any) -> str:
     text = printable(repr(value))
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}…"
 
 
 def _depth_and_finite(content: Any) -> tuple[int, bool]:

@@ -76,7 +76,7 @@ def test_a_second_time_nothing_is_decoded(folder, cache):
 
 
 def test_more_images_than_a_block_are_all_there(folder, cache, monkeypatch):
-    monkeypatch.setattr(decoded_cache, "_BLOCK", 2)
+    monkeypatch.setattr(decoded_cache, "_BLOCK_IMAGES", 2)
     monkeypatch.setattr(decoded_cache, "_LOG_INTERVAL", -1.0)
     messages: list[str] = []
     names = [f"{number}.png" for number in range(5)]

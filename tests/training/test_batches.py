@@ -35,17 +35,17 @@ def prepared_together(monkeypatch: pytest.MonkeyPatch, **limits: int) -> list[in
 
 
 def test_neighbouring_batches_are_prepared_together_up_to_a_number_of_images(monkeypatch):
-    assert prepared_together(monkeypatch, _PREPARED=16) == [16]
-    assert prepared_together(monkeypatch, _PREPARED=9) == [9, 7]
-    assert prepared_together(monkeypatch, _PREPARED=8) == [5, 8, 3]
-    assert prepared_together(monkeypatch, _PREPARED=1) == list(SIZES)
+    assert prepared_together(monkeypatch, _MAX_PREPARED_IMAGES=16) == [16]
+    assert prepared_together(monkeypatch, _MAX_PREPARED_IMAGES=9) == [9, 7]
+    assert prepared_together(monkeypatch, _MAX_PREPARED_IMAGES=8) == [5, 8, 3]
+    assert prepared_together(monkeypatch, _MAX_PREPARED_IMAGES=1) == list(SIZES)
 
 
 def test_large_images_are_prepared_in_smaller_numbers(monkeypatch):
     values = TASK.train.pixels[0].numel()
-    assert prepared_together(monkeypatch, _PREPARED_VALUES=9 * values) == [9, 7]
-    assert prepared_together(monkeypatch, _PREPARED_VALUES=9 * values - 1) == [5, 8, 3]
-    assert prepared_together(monkeypatch, _PREPARED_VALUES=1) == list(SIZES)
+    assert prepared_together(monkeypatch, _MAX_PREPARED_VALUES=9 * values) == [9, 7]
+    assert prepared_together(monkeypatch, _MAX_PREPARED_VALUES=9 * values - 1) == [5, 8, 3]
+    assert prepared_together(monkeypatch, _MAX_PREPARED_VALUES=1) == list(SIZES)
 
 
 def test_skipped_batches_are_those_at_the_start():

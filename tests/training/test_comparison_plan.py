@@ -10,8 +10,8 @@ from training.test_compare import MODELS, RECIPE, TASK, Trainer
 
 from moesaic.training.compare import ComparisonRuns, Grid, compare
 from moesaic.training.comparison_plan import (
-    LEAST_EPOCHS,
-    LEAST_TRIALS,
+    MIN_EPOCHS,
+    MIN_TRIALS,
     ComparisonPlan,
     OverBudget,
     RunCost,
@@ -90,8 +90,8 @@ def test_what_fits_has_fewer_trials_first_then_fewer_labels_then_fewer_epochs(
     assert (found.grid.trials, found.grid.samples, found.recipe.epochs) == (trials, samples, epochs)
     assert found.left_out == left_out
     assert found.full_seconds == (4200 if left_out else 0)
-    assert trials >= LEAST_TRIALS
-    assert epochs >= LEAST_EPOCHS
+    assert trials >= MIN_TRIALS
+    assert epochs >= MIN_EPOCHS
 
 
 def test_a_budget_that_holds_no_plan_is_told_with_what_it_takes(tmp_path):

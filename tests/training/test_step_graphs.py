@@ -110,8 +110,8 @@ CASES: dict[str, tuple[Any, ImageDataset, Recipe, Any]] = {
 
 @pytest.mark.parametrize(("make", "task", "recipe", "teacher"), CASES.values(), ids=CASES)
 def test_a_run_from_graphs_equals_an_eager_one_bit_for_bit(make, task, recipe, teacher, with_graphs, monkeypatch):
-    monkeypatch.setattr(gate_training, "_CHECKS", 2)  # of the gates, which are observed in every second step
-    monkeypatch.setattr(gate_training, "_OBSERVED", 1)
+    monkeypatch.setattr(gate_training, "_CHECKS_OF_STAGE", 2)  # of the gates, which are observed in every second step
+    monkeypatch.setattr(gate_training, "_OBSERVED_BATCHES", 1)
     found, networks = {}, {}
     for kind in (RecordedGraphs, FailingGraphs):  # after a failure the same optimizers go on in eager mode
         networks[kind] = make()

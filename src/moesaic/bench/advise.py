@@ -51,8 +51,8 @@ __all__ = ["Advice", "Plan", "RoutingOptions", "advise"]
 
 PlanName = Literal["convert", "skip", "experts"]
 
-_WARM_UP = 1
-_PLAN: Mapping[Way, PlanName] = {"patches": "convert", "split": "convert", "skip": "skip", "experts": "experts"}
+_WARM_UP_RUNS = 1
+_PLAN_OF_WAY: Mapping[Way, PlanName] = {"patches": "convert", "split": "convert", "skip": "skip", "experts": "experts"}
 _SKIP_RULE = "every-2"
 
 
@@ -177,7 +177,7 @@ def advise(
             "advise is for dense ones"
         )
     options = options or RoutingOptions()
-    timer = NetworkTimer(image, batch_size, tuple(passes), repetitions, autocast, _WARM_UP)
+    timer = NetworkTimer(image, batch_size, tuple(passes), repetitions, autocast, _WARM_UP_RUNS)
     network = copy.deepcopy(model)
     candidates, refused, cost = _candidates(network, image, options)
     log(f"timing the network, and {len({each.pair.names for each in candidates})} layers, one of each shape")
@@ -316,8 +316,8 @@ class _Planner:
     def plans(self, rows: Sequence[tuple[LayerGain, _Candidate]]) -> list[Plan]:
         """The plans that have layers, with the cost of the network and the speed that their times promise."""
         found: list[Plan] = []
-        for plan in dict.fromkeys(_PLAN.values()):
-            own = [each for each in rows if _PLAN[each[1].way] == plan]
+        for plan in dict.fromkeys(_PLAN_OF_WAY.values()):
+            own = [each for each in rows if _PLAN_OF_WAY[each[1].way] == plan]
             if not own:
                 continue
             more_macs = sum(len(layer.names) * each.macs for layer, each in own)

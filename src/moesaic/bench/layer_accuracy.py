@@ -21,8 +21,8 @@ __all__ = ["TOLERANCE", "layer_errors", "poison"]
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 """Largest error by dtype; that of float32 allows for TF32."""
-_ATTEMPTS = 5
-_ZERO = 1e-3
+_MAX_ATTEMPTS = 5
+_MIN_MAGNITUDE = 1e-3
 """Lower bound of the mean magnitude of a gradient, as it may be zero."""
 
 
@@ -41,7 +41,7 @@ def layer_errors(
     True
     """
     names = list(names)
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_MAX_ATTEMPTS):
         torch.default_generator.manual_seed(seed + attempt)
         layer = routed_layer(shape, options).to(device, dtype)
         x, grad_output = random_inputs(shape, device, dtype, torch.channels_last, seed + attempt)
@@ -49,7 +49,7 @@ def layer_errors(
         if all(_same_selection(layer, reference, x, name) for name in names):
             break
     else:
-        raise RuntimeError(f"the routing differs from float64 in each of {_ATTEMPTS} attempts: {shape}")
+        raise RuntimeError(f"the routing differs from float64 in each of {_MAX_ATTEMPTS} attempts: {shape}")
     with backend("reference"):
         expected = _results(reference, x.double(), grad_output.double())
     errors: dict[str, dict[str, float]] = {}
@@ -93,4 +93,4 @@ def _results(layer: PatchMoE, x: Tensor, grad_output: Tensor) -> dict[str, Tenso
 
 def _error(found: Tensor, expected: Tensor) -> float:
     wrong, right = (float(values.square().sum().sqrt()) for values in (found.double() - expected, expected))
-    return wrong / max(right, _ZERO * math.sqrt(expected.numel()))
+    return wrong / max(right, _MIN_MAGNITUDE * math.sqrt(expected.numel()))

@@ -24,12 +24,12 @@ _CROP_FRACTION = 8
 """The padding of random crops is the image size over this."""
 _ERASE_FRACTION = 4
 """The side of erased squares is the image size over this."""
-_ANGLE = math.pi / 6
-_SHEAR = 0.3
-_FACTOR = 0.9
+_MAX_ANGLE = math.pi / 6
+_MAX_SHEAR = 0.3
+_MAX_FACTOR_CHANGE = 0.9
 """Brightness, contrast and colours change by a factor of up to 1 ± this."""
 _OPERATIONS = ("rotate", "shear_x", "shear_y", "brightness", "contrast", "colour", "solarize")
-_NEVER = 2.0
+_NO_SOLARIZE_THRESHOLD = 2.0
 """A threshold above all pixels."""
 
 
@@ -72,11 +72,11 @@ class StrongAugment(RandomFlipCrop):
 
 def _warped(images: Tensor, amounts: dict[str, Tensor]) -> Tensor:
     """Rotates by up to 30 degrees, or shears; black where nothing was."""
-    angle = _ANGLE * amounts["rotate"]
+    angle = _MAX_ANGLE * amounts["rotate"]
     matrix = torch.zeros(len(images), 2, 3, device=images.device)
     matrix[:, 0, 0] = matrix[:, 1, 1] = angle.cos()
-    matrix[:, 0, 1] = -angle.sin() + _SHEAR * amounts["shear_x"]
-    matrix[:, 1, 0] = angle.sin() + _SHEAR * amounts["shear_y"]
+    matrix[:, 0, 1] = -angle.sin() + _MAX_SHEAR * amounts["shear_x"]
+    matrix[:, 1, 0] = angle.sin() + _MAX_SHEAR * amounts["shear_y"]
     grid = F.affine_grid(matrix, list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, align_corners=False)
 
@@ -84,13 +84,13 @@ def _warped(images: Tensor, amounts: dict[str, Tensor]) -> Tensor:
 def _recoloured(images: Tensor, amounts: dict[str, Tensor]) -> Tensor:
     """Changes brightness, contrast, colours, or inverts pixels above a threshold."""
     brightness, contrast, colour = (
-        (1 + _FACTOR * amounts[name])[:, None, None, None] for name in ("brightness", "contrast", "colour")
+        (1 + _MAX_FACTOR_CHANGE * amounts[name])[:, None, None, None] for name in ("brightness", "contrast", "colour")
     )
     images = images * brightness
     images = torch.lerp(images.mean((1, 2, 3), keepdim=True), images, contrast)
     images = torch.lerp(images.mean(1, keepdim=True), images, colour).clamp_(0, 1)
     solarize = amounts["solarize"].abs()
-    threshold = torch.where(solarize > 0, 1 - solarize, _NEVER)[:, None, None, None]
+    threshold = torch.where(solarize > 0, 1 - solarize, _NO_SOLARIZE_THRESHOLD)[:, None, None, None]
     return torch.where(images >= threshold, 1 - images, images)
 
 

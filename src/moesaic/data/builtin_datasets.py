@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _DIGITS = tuple(str(digit) for digit in range(10))
-_CHUNK = 8192
+_CHUNK_IMAGES = 8192
 
 Locate = Callable[[Path | None], object]
 """Raises if the files of a dataset are not under ``data_dir``."""
@@ -148,5 +148,5 @@ def resize_images(name: str, pixels: Tensor, size: int | None) -> Tensor:
     if size is None or size == pixels.shape[2]:
         return pixels
     check_positive(name, size=size)
-    chunks = cast("tuple[Tensor, ...]", pixels.split(_CHUNK))  # torch types it in part
+    chunks = cast("tuple[Tensor, ...]", pixels.split(_CHUNK_IMAGES))  # torch types it in part
     return torch.cat([F.interpolate(chunk, (size, size), mode="bicubic", antialias=True) for chunk in chunks])

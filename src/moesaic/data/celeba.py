@@ -51,15 +51,15 @@ HAIR_GROUPS = tuple(f"{smile}, {hair} hair" for smile in SMILING for hair in ("b
 """The clusters of ``celeba-spurious``."""
 FOUR_CLASSES = tuple(f"{smile}, {glasses}" for smile in SMILING for glasses in ("no eyeglasses", "eyeglasses"))
 
-_SIDE = 64
+_DEFAULT_SIZE = 64
 """Default image size in pixels: that of the paper."""
 _FOLDERS = (".", "celeba", "CelebA")
 _IMAGES = "img_align_celeba"
 _ATTRIBUTES = "list_attr_celeba.txt"
 _PARTITION = "list_eval_partition.txt"
 _SOURCE = "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html"
-_NUMBER: dict[Split, int] = {"train": 0, "test": 2}  # 1: validation
-_USED = ("Smiling", "Black_Hair", "Blond_Hair", "Eyeglasses")
+_PARTITIONS: dict[Split, int] = {"train": 0, "test": 2}  # 1: validation
+_USED_ATTRIBUTES = ("Smiling", "Black_Hair", "Blond_Hair", "Eyeglasses")
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +136,7 @@ def _load(
             f"{name}: {celeba.images} has {len(celeba)} of the {everyone} faces on CelebA's lists; these are used"
         )
     with open_source(celeba.images) as source:
-        decoded = decode_images(source, celeba.files, size or _SIDE, cache)
+        decoded = decode_images(source, celeba.files, size or _DEFAULT_SIZE, cache)
     good = celeba.take(decoded.rows.numpy())
     if not 0 < good.training < len(good):
         raise InvalidFile(
@@ -199,7 +199,7 @@ def read_celeba(data_dir: str | Path) -> CelebA:
             f"{partition_list}: does not list {unlisted}, which is in {attribute_list.name}; "
             f"get both lists again from {_SOURCE}"
         )
-    parts = [[face for face in attributes if partition[face] == _NUMBER[split]] for split in ("train", "test")]
+    parts = [[face for face in attributes if partition[face] == _PARTITIONS[split]] for split in ("train", "test")]
     train, test = ([face for face in part if face in known] for part in parts)
     if not train or not test:
         raise InvalidFile(
@@ -212,7 +212,7 @@ def read_celeba(data_dir: str | Path) -> CelebA:
         images,
         tuple(known[face] for face in faces),
         len(train),
-        {name: table[:, column] for column, name in enumerate(_USED)},
+        {name: table[:, column] for column, name in enumerate(_USED_ATTRIBUTES)},
         sum(map(len, parts)) - len(faces),
     )
 
@@ -289,16 +289,16 @@ def _attributes(path: Path) -> dict[str, list[bool]]:
     """The used attributes of each face."""
     lines = _lines(path)
     announced, names = (lines[0].strip(), lines[1].split()) if len(lines) > 1 else ("", [])
-    absent = [name for name in _USED if name not in names]
+    absent = [name for name in _USED_ATTRIBUTES if name not in names]
     if not announced.isdecimal() or absent:
         raise InvalidFile(
             f"{path}: is not CelebA's list of attributes: it starts with a count and a line of names, among which "
-            f"must be {', '.join(_USED)}; get it again from {_SOURCE}"
+            f"must be {', '.join(_USED_ATTRIBUTES)}; get it again from {_SOURCE}"
         )
     rows = [line.split() for line in lines[2:] if line.strip()]
     if len(rows) != int(announced):
         raise InvalidFile(f"{path}: announces {announced} faces, {len(rows)} follow; get it again from {_SOURCE}")
-    columns = [1 + names.index(name) for name in _USED]
+    columns = [1 + names.index(name) for name in _USED_ATTRIBUTES]
     value = {"1": True, "-1": False}
     faces: dict[str, list[bool]] = {}
     for number, row in enumerate(rows, start=3):

@@ -44,7 +44,7 @@ Transform = Callable[[Tensor, Tensor], Tensor]
 Augment = Literal["none", "flip", "flip-crop", "strong"]
 """Data augmentation: none, random horizontal flip, random flip and random crop, or `StrongAugment`."""
 
-_FINGERPRINTED = 32
+_MIN_FINGERPRINTED_IMAGES = 32
 """Images that a fingerprint reads, at least."""
 
 
@@ -131,7 +131,7 @@ class LabelledImages:
 
     def fingerprint(self) -> str:
         """A hash of all labels and a sample of the images; the same on every device."""
-        sample = self.pixels[:: max(len(self) // _FINGERPRINTED, 1)]
+        sample = self.pixels[:: max(len(self) // _MIN_FINGERPRINTED_IMAGES, 1)]
         content = hashlib.sha256(self.labels.cpu().numpy().tobytes())
         content.update(sample.cpu().contiguous().numpy().tobytes())
         return content.hexdigest()[:16]

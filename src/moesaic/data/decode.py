@@ -24,9 +24,17 @@ from moesaic.validated_json import InvalidFile, read_bytes
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["DECODING", "InvalidImage", "decode_image", "decode_whole", "pixel_limit", "read_image", "square_image"]
+__all__ = [
+    "DECODER_VERSION",
+    "InvalidImage",
+    "decode_image",
+    "decode_whole",
+    "pixel_limit",
+    "read_image",
+    "square_image",
+]
 
-DECODING = 1
+DECODER_VERSION = 1
 """Version of the decoder: part of cache keys, to be raised when decoded pixels change."""
 
 # formats with a signature that need no external program
@@ -35,7 +43,7 @@ _JPEG = ("JPEG", "MPO")
 _ORIENTATION = 0x0112
 _TRANSPOSES = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 """Pillow's names of what undoes the EXIF orientations 2 to 8."""
-_ROWS = 64
+_BLOCK_ROWS = 64
 _HIGH_PRECISION = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 _MIN_DRAFT_SCALE = 2
 """A JPEG may be decoded at a reduced scale, but not below this many times the target size."""
@@ -225,8 +233,8 @@ def _grey_to_8_bit(image: Image.Image) -> Image.Image:
     if not 0 <= low <= high <= limit:
         raise InvalidImage(f"has values from {low:g} to {high:g}, beyond 0 to {limit:g}; save it with 8 or 16 bits")
     scaled = np.empty(values.shape, np.uint8)
-    for row in range(0, len(values), _ROWS):  # in parts: float64 takes eight times the memory of the result
-        scaled[row : row + _ROWS] = np.rint(values[row : row + _ROWS].astype(np.float64) * (255 / limit))
+    for row in range(0, len(values), _BLOCK_ROWS):  # in parts: float64 takes eight times the memory of the result
+        scaled[row : row + _BLOCK_ROWS] = np.rint(values[row : row + _BLOCK_ROWS].astype(np.float64) * (255 / limit))
     return Image.fromarray(scaled)
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from moesaic.cache_dir import CACHE_ENV_VAR, default_cache_dir
 from moesaic.checks import check_positive
-from moesaic.data.decode import DECODING, InvalidImage, decode_image, pixel_limit
+from moesaic.data.decode import DECODER_VERSION, InvalidImage, decode_image, pixel_limit
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 from moesaic.data.npy_files import map_npy, write_npy_header
 from moesaic.files import atomic_file, check_json_digest, json_digest, write_atomic
@@ -41,11 +41,11 @@ __all__ = ["DecodedCache", "DecodedImages", "Log", "decode_images", "no_log", "r
 
 Log = Callable[[str], None]
 
-_BLOCK = 512
+_BLOCK_IMAGES = 512
 """Images decoded per block."""
 _LOG_INTERVAL = 5.0
 """Seconds between progress messages."""
-_STALE = 24 * 3600.0
+_ABANDONED_SECONDS = 24 * 3600.0
 """Seconds after which an unfinished file counts as abandoned."""
 _MAX_WORKERS = 16
 _UINT8 = "|u1"
@@ -107,7 +107,7 @@ def decode_images(source: FileSource, names: Sequence[str], size: int, cache: De
 
 
 def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
-    content = hashlib.sha256(json.dumps([DECODING, size, source.identity]).encode())
+    content = hashlib.sha256(json.dumps([DECODER_VERSION, size, source.identity]).encode())
     for entry in entries:
         content.update(json.dumps([entry.name, entry.bytes, entry.stamp]).encode())
     return content.hexdigest()[:24]
@@ -216,15 +216,15 @@ def _write_pixels(
     start = logged = time.monotonic()
     # in threads: Pillow releases the GIL while it decodes
     with pixel_limit(), ThreadPoolExecutor(min(_cpu_count(), _MAX_WORKERS)) as pool:
-        for first in range(0, len(names), _BLOCK):
-            for at, found in enumerate(pool.map(decode, names[first : first + _BLOCK]), first):
+        for first in range(0, len(names), _BLOCK_IMAGES):
+            for at, found in enumerate(pool.map(decode, names[first : first + _BLOCK_IMAGES]), first):
                 if isinstance(found, SkippedFile):
                     skipped.append(found)
                     continue
                 rows.append(at)
                 checksum = zlib.crc32(found, checksum)
                 file.write(found)
-            now, done = time.monotonic(), first + _BLOCK
+            now, done = time.monotonic(), first + _BLOCK_IMAGES
             if now - logged > _LOG_INTERVAL and done < len(names):
                 logged, left = now, (now - start) * (len(names) / done - 1)
                 log(f"decoded {done} of {len(names)} images, about {left:.0f} s left")
@@ -245,7 +245,7 @@ def _decoded(pixels: NDArray[np.uint8], rows: list[int], skipped: list[SkippedFi
 
 def _checksum(pixels: Tensor) -> int:
     checksum = 0
-    for block in cast("tuple[Tensor, ...]", pixels.permute(0, 2, 3, 1).split(_BLOCK)):
+    for block in cast("tuple[Tensor, ...]", pixels.permute(0, 2, 3, 1).split(_BLOCK_IMAGES)):
         checksum = zlib.crc32(block.numpy().data, checksum)
     return checksum
 
@@ -270,5 +270,5 @@ def remove_stale(folder: Path) -> None:
     """Removes unfinished files of processes that were killed."""
     for unfinished in folder.glob(".*.unfinished"):
         with suppress(OSError):  # another process may remove it first
-            if time.time() - unfinished.stat().st_mtime > _STALE:
+            if time.time() - unfinished.stat().st_mtime > _ABANDONED_SECONDS:
                 unfinished.unlink()

@@ -29,7 +29,7 @@ __all__ = ["cached_features", "is_cached"]
 Features = NDArray[np.float32]
 
 _FLOAT32 = "<f4"
-_BLOCK = 64
+_BLOCK_ROWS = 64
 """Rows that a checksum reads at a time."""
 
 
@@ -115,6 +115,6 @@ def _write(values: Path, header: Path, shape: tuple[int, ...], blocks: Iterable[
 
 def _checksum(values: Features) -> int:
     checksum = 0
-    for start in range(0, len(values), _BLOCK):
-        checksum = zlib.crc32(np.ascontiguousarray(values[start : start + _BLOCK]).data, checksum)
+    for start in range(0, len(values), _BLOCK_ROWS):
+        checksum = zlib.crc32(np.ascontiguousarray(values[start : start + _BLOCK_ROWS]).data, checksum)
     return checksum

@@ -28,7 +28,7 @@ __all__ = ["PREFIX", "HubDataset", "HubSource", "HubSplit", "load_hub", "open_hu
 
 PREFIX = "hub:"
 
-_TEST_FRACTION = 5
+_TEST_EVERY = 5
 """One in so many images of a class is held out for testing if there is no test split."""
 _TRAIN = ("train", "training")
 _TEST = ("test", "testing", "validation", "valid", "val", "dev", "eval")
@@ -112,7 +112,7 @@ def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> I
     training = int((decoded.rows < len(hub.parts[0])).sum())
     if len(hub.parts) == 1:
         order = stratified_order(labels, labels, seed)
-        border = len(order) - len(order) // _TEST_FRACTION
+        border = len(order) - len(order) // _TEST_EVERY
         train, test = (images.take(rows.sort().values) for rows in (order[:border], order[border:]))
     else:
         train, test = (images.take(rows) for rows in (torch.arange(training), torch.arange(training, len(images))))

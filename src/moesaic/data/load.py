@@ -26,7 +26,7 @@ Normalization = Literal["unit", "standard"]
 
 _MAX_STATISTICS_IMAGES = 10_000
 """Images that mean and standard deviation are computed from, at most."""
-_BLOCK = 1024
+_BLOCK_IMAGES = 1024
 _MAX_LISTED = 10
 """Skipped files that are logged by name."""
 
@@ -147,7 +147,7 @@ def _digest(splits: ImageSplits) -> str:
 
 
 def _blocks(pixels: Tensor) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", pixels.split(_BLOCK))  # torch types it in part
+    return cast("tuple[Tensor, ...]", pixels.split(_BLOCK_IMAGES))  # torch types it in part
 
 
 def _log_summary(splits: ImageSplits, name: str, log: Log) -> None:

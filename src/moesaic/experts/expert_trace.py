@@ -26,11 +26,11 @@ from moesaic.ops.per_sample import NotPerSampleError
 __all__ = ["ModuleStates", "Operation", "Result", "trace_expert"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_TENSORS = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
+_TENSOR_ATTRIBUTES = {"_parameters", "_buffers", "_non_persistent_buffers_set"}
 """Attributes of modules that may change from step to step."""
-_OWN = set(vars(nn.Module()))
+_MODULE_ATTRIBUTES = set(vars(nn.Module()))
 """Attributes that every module has."""
-_COPIED = (dict, OrderedDict, list, set)
+_COPIED_TYPES = (dict, OrderedDict, list, set)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class _ModuleState:
         self.type = type(module)
         attributes = vars(module)
         self.number = len(attributes)
-        names = [name for name in attributes if name not in _TENSORS]
+        names = [name for name in attributes if name not in _TENSOR_ATTRIBUTES]
         self.get: Callable[[Any], tuple[Any, ...]] = itemgetter("training", *names)
         # containers are copied as they may change; objects of other types are compared by identity first
         self.values = tuple(_copied(value) for value in self.get(attributes))
@@ -123,7 +123,7 @@ class _ModuleState:
 
 
 def _copied(value: Any) -> Any:
-    if type(value) not in _COPIED:
+    if type(value) not in _COPIED_TYPES:
         return value
     make = cast("Callable[[Iterable[Any]], Any]", type(value))
     if isinstance(value, dict):
@@ -158,7 +158,7 @@ def _copy(
         }
         for tensors in ("_parameters", "_buffers"):
             made.__dict__[tensors] = dict(vars(module)[tensors])
-        for name in vars(module).keys() - _OWN:
+        for name in vars(module).keys() - _MODULE_ATTRIBUTES:
             made.__dict__[name] = _copied(vars(module)[name])
     copies[id(module)] = made
     return made

@@ -18,7 +18,7 @@ from moesaic.models.mlp_candidates import MLPUnit
 
 __all__ = ["cluster_neurons", "copy_mlp", "neurons_in_order", "split_mlp"]
 
-_ROUNDS = 20
+_MAX_ROUNDS = 20
 """Rounds of clustering, at most."""
 
 
@@ -75,7 +75,7 @@ def cluster_neurons(activations: Tensor, experts: int, seed: int = 0) -> Tensor:
     rows = F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
     centers = rows[_first_centers(rows, experts, torch.Generator().manual_seed(seed))]
     owner = torch.full((J,), -1)
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         chosen = _balanced(rows @ centers.T)
         if torch.equal(chosen, owner):
             break

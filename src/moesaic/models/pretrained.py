@@ -26,9 +26,9 @@ __all__ = ["PretrainedConfig", "file_sha256", "load_pretrained", "read_config", 
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_state_dict", "model")
 """Keys under which training scripts store the weights of a network, beside those of the optimizer."""
-_COUNTER = "num_batches_tracked"
+_BATCH_COUNTER = "num_batches_tracked"
 """BatchNorm's counter, which files may lack."""
-_MAX_TEXT = 1000
+_MAX_METADATA_TEXT = 1000
 """Characters of metadata that numbers are looked for in."""
 MAX_IMAGE_SIZE = 4096
 """Pixels along the side of an image that a file may ask for."""
@@ -83,7 +83,7 @@ def load_pretrained(model: nn.Module, path: str | Path, sha256: str | None = Non
     of_head = {name for name in (*own, *tensors) if name.startswith(heads)} if heads else set[str]()
     fits = all(name in tensors and tensors[name].shape == own[name].shape for name in own if name in of_head)
     wanted = {name for name in own if fits or name not in of_head}
-    counters = {name for name in own if name.endswith(_COUNTER) and name not in tensors}
+    counters = {name for name in own if name.endswith(_BATCH_COUNTER) and name not in tensors}
     faults = shape_differences(
         {name: tuple(tensor.shape) for name, tensor in tensors.items() if name in wanted or name not in of_head},
         {name: tuple(own[name].shape) for name in own if name in wanted - counters},
@@ -187,4 +187,4 @@ def _checked(path: Path, config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", text[:_MAX_TEXT]))
+    return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", text[:_MAX_METADATA_TEXT]))

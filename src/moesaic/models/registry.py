@@ -32,7 +32,7 @@ from moesaic.routing.registry import RouterLike, import_router, is_built_in, reg
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
 _TIMM_PREFIX = "timm/"
-_WEIGHTS = ("pretrained", "weights", "weights_sha256")
+_WEIGHT_OPTIONS = ("pretrained", "weights", "weights_sha256")
 """Arguments of `create_model` that say where weights come from."""
 WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
@@ -315,7 +315,9 @@ class ModelSpec:
 
     def without_weights(self) -> ModelSpec:
         """Returns the specification without pretrained weights, for networks whose weights are loaded later."""
-        return replace(self, arguments={name: self.arguments[name] for name in self.arguments if name not in _WEIGHTS})
+        return replace(
+            self, arguments={name: self.arguments[name] for name in self.arguments if name not in _WEIGHT_OPTIONS}
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the specification as plain JSON."""

@@ -34,7 +34,7 @@ _MAX_LAYERS = 10_000
 _MAX_TEXT = 4096
 """Characters of a string, such as the path of a file of weights, which is never opened."""
 
-_SIZES: Mapping[str, int] = {
+_LIMITS: Mapping[str, int] = {
     "num_classes": MAX_CLASSES,
     "image_size": MAX_IMAGE_SIZE,
     "input_size": MAX_IMAGE_SIZE,
@@ -47,9 +47,9 @@ _SIZES: Mapping[str, int] = {
     "top_k": _MAX_NUMBER,
     "seed": (1 << 63) - 1,
 }
-_WEIGHTS = ("weights", "weights_sha256")
+_WEIGHT_OPTIONS = ("weights", "weights_sha256")
 TIMM_OPTIONS = (
-    *("num_classes", "in_channels", "image_size", "head", *HEAD_OPTIONS, "pretrained", *_WEIGHTS),
+    *("num_classes", "in_channels", "image_size", "head", *HEAD_OPTIONS, "pretrained", *_WEIGHT_OPTIONS),
     *("drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate", "patch_drop_rate", "drop_block_rate"),
     *("global_pool", "output_stride", "dynamic_img_size", "dynamic_img_pad", "patch_size", "window_size"),
 )
@@ -73,7 +73,7 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     else:
         try:
             head = HEAD_OPTIONS if "head" in spec.arguments else ()
-            known = ("num_classes", *model_options(spec.name), *head, *_WEIGHTS)
+            known = ("num_classes", *model_options(spec.name), *head, *_WEIGHT_OPTIONS)
         except ValueError as unknown:
             raise InvalidFile(f"{where}: {printable(str(unknown))}") from unknown
     _check_arguments(spec.name, spec.arguments, known, where)
@@ -126,13 +126,13 @@ def _fault(name: str, value: Any) -> str:
         return next((fault for fault in (_fault(name, item) for item in items) if fault), "")
     if value is None or (name == "patch_size" and isinstance(value, str) and _CHOSEN_PATCH_SIZE.fullmatch(value)):
         return ""
-    if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int)):
+    if name in _LIMITS and (isinstance(value, bool) or not isinstance(value, int)):
         return "is not a whole number"
     if isinstance(value, bool):
         return ""
     if isinstance(value, int):
-        limit = _SIZES.get(name, _MAX_NUMBER)
-        least = 0 if name == "seed" else 1 if name in _SIZES else -limit
+        limit = _LIMITS.get(name, _MAX_NUMBER)
+        least = 0 if name == "seed" else 1 if name in _LIMITS else -limit
         return "" if least <= value <= limit else f"is not from {least} to {limit}"
     if isinstance(value, float):
         return "" if math.isfinite(value) and abs(value) <= _MAX_NUMBER else f"is beyond {_MAX_NUMBER}"

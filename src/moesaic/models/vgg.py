@@ -31,7 +31,7 @@ VGG16_WIDENINGS = {
 }
 """Wider versions of equally many weights from Wang et al. 2019, Table 1 of the supplement."""
 
-_SMALLEST = 2 ** len(VGG16_STAGES)
+_MIN_IMAGE_SIZE = 2 ** len(VGG16_STAGES)
 _LAST_SIDE = 7
 _HIDDEN = 4096
 
@@ -65,10 +65,10 @@ class VGG16(ImageClassifier):
             raise ValueError(f"VGG16: got {len(widths)} widths; give {len(VGG16_WIDTHS)}, one per convolution")
         given = {f"widths[{number}]": channels for number, channels in enumerate(widths)}
         check_positive("VGG16", image_size=image_size, in_channels=in_channels, **given)
-        if image_size < _SMALLEST:
+        if image_size < _MIN_IMAGE_SIZE:
             raise ValueError(
                 f"VGG16: image_size={image_size}; it pools {len(VGG16_STAGES)} times, so image_size must be at "
-                f"least {_SMALLEST}; enlarge the images, or use a residual network"
+                f"least {_MIN_IMAGE_SIZE}; enlarge the images, or use a residual network"
             )
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         maps: list[FeatureDict] = []
@@ -83,7 +83,7 @@ class VGG16(ImageClassifier):
                 previous = channels
             maps.append({"num_chs": previous, "reduction": 2 ** (stage - 1), "module": f"body.relu{number}"})
             parts[f"pool{stage}"] = nn.MaxPool2d(2)
-        maps.append({"num_chs": previous, "reduction": _SMALLEST, "module": f"body.pool{len(VGG16_STAGES)}"})
+        maps.append({"num_chs": previous, "reduction": _MIN_IMAGE_SIZE, "module": f"body.pool{len(VGG16_STAGES)}"})
         if image_size < LARGE_IMAGE:
             parts["mean"] = GlobalAvgPool()
         else:

@@ -36,8 +36,8 @@ VIT_SIZES: Mapping[str, Mapping[str, int]] = MappingProxyType(
 )
 """Widths by timm's names."""
 
-_EPS = 1e-6
-_STD = 0.02
+_NORM_EPS = 1e-6
+_INIT_STD = 0.02
 """Of initial weights and position embeddings."""
 
 
@@ -107,9 +107,9 @@ class Block(nn.Module):
 
     def __init__(self, dim: int, heads: int, mlp_ratio: float = 4.0, mlp: nn.Module | None = None) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(dim, eps=_EPS)
+        self.norm1 = nn.LayerNorm(dim, eps=_NORM_EPS)
         self.attn = Attention(dim, heads)
-        self.norm2 = nn.LayerNorm(dim, eps=_EPS)
+        self.norm2 = nn.LayerNorm(dim, eps=_NORM_EPS)
         self.mlp = Mlp(dim, round(mlp_ratio * dim)) if mlp is None else mlp
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -176,7 +176,7 @@ class ViT(ImageNetwork):
         self.patch_embed = PatchEmbed(image_size, patch_size, in_channels, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, dim))
         self.blocks: nn.Sequential = nn.Sequential(*[Block(dim, heads, mlp_ratio) for _ in range(depth)])
-        self.norm = nn.LayerNorm(dim, eps=_EPS)
+        self.norm = nn.LayerNorm(dim, eps=_NORM_EPS)
         self.pool: nn.Module = GlobalAvgPool()
         self.head = new_classifier(dim, num_classes)
         self.num_features = self.head_hidden_size = dim
@@ -187,10 +187,10 @@ class ViT(ImageNetwork):
 
     def reset_parameters(self) -> None:
         """Initialises linear layers and position embeddings by truncated normal numbers, as timm does."""
-        nn.init.trunc_normal_(self.pos_embed, std=_STD)
+        nn.init.trunc_normal_(self.pos_embed, std=_INIT_STD)
         for module in cast("Iterable[nn.Module]", self.modules()):
             if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=_STD)
+                nn.init.trunc_normal_(module.weight, std=_INIT_STD)
                 nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:

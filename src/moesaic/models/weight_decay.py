@@ -11,7 +11,7 @@ from moesaic.models.image_classifier import stacked_biases
 
 __all__ = ["undecayed_parameters"]
 
-_TOKENS = ("cls_token", "dist_token", "reg_token", "pos_embed")
+_TOKEN_NAMES = ("cls_token", "dist_token", "reg_token", "pos_embed")
 """timm's names; they have several axes, and scale nothing."""
 
 
@@ -30,6 +30,6 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
         return set()
     own: Any = getattr(model, "no_weight_decay", set[str])
     parameters = dict(cast("Iterable[tuple[str, Tensor]]", model.named_parameters()))
-    plain = {name for name, each in parameters.items() if each.ndim <= 1 or name.rpartition(".")[2] in _TOKENS}
+    plain = {name for name, each in parameters.items() if each.ndim <= 1 or name.rpartition(".")[2] in _TOKEN_NAMES}
     named = {name for name in own() if name in parameters}  # timm's ViT names a register token that it may not have
     return plain | stacked_biases(model) | named

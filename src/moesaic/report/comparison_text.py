@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from moesaic.intervals import Estimate
 from moesaic.report.formatting import listed, number
 from moesaic.training.comparison_result import ComparedModel, Comparison
-from moesaic.training.paired_comparison import NARROW, PairedComparison, Saving, Work, accuracies
+from moesaic.training.paired_comparison import NARROW_MARGIN, PairedComparison, Saving, Work, accuracies
 from moesaic.training.sequential_trials import LEVEL_MARGIN, MANY_TRIALS
 
 __all__ = [
@@ -80,13 +80,13 @@ def _undecided(pair: PairedComparison) -> str:
     close = "are level" if pair.within <= _WIDE else "cannot be told apart"
     return (
         f"{baseline} and {model} {close} within {_rounded_up(pair.within)} points after {so_far}; {narrow} would "
-        f"show whether they are within {NARROW:g}"
+        f"show whether they are within {NARROW_MARGIN:g}"
     )
 
 
 def is_level(pair: PairedComparison) -> bool:
     """Whether the models differ by little, if at all."""
-    return pair.ahead is None and pair.within <= (NARROW if pair.more is None else LEVEL_MARGIN)
+    return pair.ahead is None and pair.within <= (NARROW_MARGIN if pair.more is None else LEVEL_MARGIN)
 
 
 def answers(found: Comparison, compared: Sequence[PairedComparison]) -> list[Answer]:

@@ -25,7 +25,7 @@ from moesaic.routing_record import Routing
 
 __all__ = ["FrozenHeads", "OpenBlockList"]
 
-_MULTIPLE = 16
+_GEMM_MULTIPLE = 16
 """Rows and columns of a GEMM whose results do not depend on their number (`moesaic.routing.router`)."""
 
 
@@ -64,7 +64,7 @@ class FrozenHeads:
         layers = [(start, head.blocks, head.keep or head.blocks) for start, head in zip(starts, heads, strict=False)]
         self._layers = torch.tensor(layers, dtype=torch.int32, device=weight.device)
         # at least one column of padding, with a score that is never among the best
-        padding = _MULTIPLE - self.blocks % _MULTIPLE
+        padding = _GEMM_MULTIPLE - self.blocks % _GEMM_MULTIPLE
         self._weight = F.pad(weight, (0, 0, 0, padding)).T.contiguous()
         self._bias = F.pad(bias, (0, padding), value=-torch.inf)
         self._table = _table(tuple((head.blocks, head.keep or 0) for head in heads))
@@ -123,8 +123,8 @@ class FrozenHeads:
 def _whole_rows(rows: Tensor) -> Tensor:
     """Rows padded to a multiple of sixteen."""
     if len(rows) == 1:  # the values of the others do not matter
-        return rows.expand(_MULTIPLE, -1).contiguous()
-    return F.pad(rows, (0, 0, 0, -len(rows) % _MULTIPLE))
+        return rows.expand(_GEMM_MULTIPLE, -1).contiguous()
+    return F.pad(rows, (0, 0, 0, -len(rows) % _GEMM_MULTIPLE))
 
 
 class _Table(NamedTuple):

@@ -41,7 +41,7 @@ def route_channels(heads: Sequence[ChannelGate], embedding: Tensor, map_dtype: t
     >>> all(torch.allclose(one.weights, head(embedding).weights) for one, head in zip(joint, heads))
     True
     """
-    if not _alike(heads) or torch.onnx.is_in_onnx_export():
+    if not _differ_in_sizes_alone(heads) or torch.onnx.is_in_onnx_export():
         return [head(embedding) for head in heads]
     with autocast_off(embedding):
         if _fits_kernels(heads, embedding):
@@ -57,7 +57,7 @@ def route_channels(heads: Sequence[ChannelGate], embedding: Tensor, map_dtype: t
         return found
 
 
-def _alike(heads: Sequence[ChannelGate]) -> bool:
+def _differ_in_sizes_alone(heads: Sequence[ChannelGate]) -> bool:
     """Whether heads differ in their sizes alone, and nothing watches a call of one of them."""
     kinds = {
         (type(head), head.mode, head.straight_through, head.temperature, head.training, head.bias is None)
@@ -86,9 +86,9 @@ def _scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
     return scores + torch.cat(biases).to(dtype) if biases else scores
 
 
-_MULTIPLE = 16
+_GEMM_MULTIPLE = 16
 """Rows and columns of a GEMM whose results do not depend on their number (`moesaic.routing.router`)."""
-_MOST_BLOCKS = 1024
+_MAX_BLOCKS = 1024
 """Of a layer, all of which one program compares."""
 
 
@@ -97,7 +97,7 @@ def _fits_kernels(heads: Sequence[ChannelGate], embedding: Tensor) -> bool:
     head = heads[0]
     if head.mode != "topk" or (head.straight_through and head.training):  # in which closed gates have gradients
         return False
-    if max(each.blocks for each in heads) > _MOST_BLOCKS or not is_plain_eager(embedding):
+    if max(each.blocks for each in heads) > _MAX_BLOCKS or not is_plain_eager(embedding):
         return False
     return kernels_available(embedding)
 
@@ -126,7 +126,7 @@ def _route_by_kernels(heads: Sequence[ChannelGate], embedding: Tensor) -> list[R
 def _padded_scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
     """`_scores` with columns of padding, which is part of the weights: so their gradient is one matrix, not copied."""
     dtype = torch.promote_types(embedding.dtype, torch.float32)
-    padding = -sum(head.blocks for head in heads) % _MULTIPLE
+    padding = -sum(head.blocks for head in heads) % _GEMM_MULTIPLE
     weights: list[Tensor] = [head.weight for head in heads]
     biases: list[Tensor] = [head.bias for head in heads if head.bias is not None]
     if padding:
@@ -136,7 +136,7 @@ def _padded_scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
     weight = torch.cat(weights).to(dtype).T
     B = len(embedding)
     rows = embedding.to(dtype)
-    rows = rows if B % _MULTIPLE == 0 else torch.nn.functional.pad(rows, (0, 0, 0, -B % _MULTIPLE))
+    rows = rows if B % _GEMM_MULTIPLE == 0 else torch.nn.functional.pad(rows, (0, 0, 0, -B % _GEMM_MULTIPLE))
     scores = torch.addmm(torch.cat(biases).to(dtype), rows, weight) if biases else rows @ weight
     return scores if len(scores) == B else scores[:B]
 

@@ -47,7 +47,7 @@ DEFAULT_ROUTER = "expert-choice"
 _BUILT_IN: dict[str, RouterFactory] = {DEFAULT_ROUTER: ExpertChoice, "token-choice": TokenChoice, "soft": SoftRouter}
 _REGISTERED: dict[str, RouterFactory] = dict(_BUILT_IN)
 _ARGUMENTS = ("in_channels", "experts", "patch_size")
-_COUNTS = ("patches_per_expert", "slots_per_expert")
+_COUNT_PARAMETERS = ("patches_per_expert", "slots_per_expert")
 
 
 def list_routers() -> list[str]:
@@ -234,7 +234,7 @@ def _is_expert_choice(make: RouterFactory) -> bool:
 def _count_parameters(make: RouterFactory) -> list[str]:
     """Parameters of a router for patches or slots per expert, unless ``functools.partial`` has set them."""
     bound: Mapping[str, Any] = getattr(make, "keywords", {})
-    return [name for name in inspect.signature(make).parameters if name in _COUNTS and name not in bound]
+    return [name for name in inspect.signature(make).parameters if name in _COUNT_PARAMETERS and name not in bound]
 
 
 def _import(name: str) -> ModuleType:

@@ -17,11 +17,11 @@ from moesaic.data.datasets import RANDS_PER_IMAGE, ImageDataset
 
 __all__ = ["eval_batches", "generator_seed", "split", "train_batches"]
 
-_PREPARED = 4096
+_MAX_PREPARED_IMAGES = 4096
 """Images prepared together, at most: few kernels, and batches do not depend on it."""
-_PREPARED_VALUES = 1 << 26
+_MAX_PREPARED_VALUES = 1 << 26
 """Pixel values prepared together, at most, unless a batch has more: a quarter of a GB as float32."""
-_TEST_KEY = 10
+_TEST_SEED = 10
 """Seed of what is random about images to test on: the same in every run."""
 
 
@@ -44,7 +44,7 @@ def train_batches(
     key = keyed_random.keys(seed, [0], device)
     order = keyed_random.permutations(key, f"order {epoch}", len(train))[0]
     rand = keyed_random.uniform(key, f"luck {epoch}", len(train), RANDS_PER_IMAGE)[0].float()
-    most = max(min(_PREPARED, _PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
+    most = max(min(_MAX_PREPARED_IMAGES, _MAX_PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
     start = sum(sizes[:skip])
     for together in _groups(sizes[skip:], most):
         rows = order[start : start + sum(together)]
@@ -70,7 +70,7 @@ def eval_batches(
 
     ``part`` returns the part of a batch of so many images that is wanted; by default all of it.
     """
-    key = keyed_random.keys(_TEST_KEY, [0])
+    key = keyed_random.keys(_TEST_SEED, [0])
     rand = keyed_random.uniform(key, "test", len(dataset.test), RANDS_PER_IMAGE)[0].float()
     place = dataset.test.pixels.device
     for some in split(torch.arange(len(dataset.test)) if rows is None else rows, size):

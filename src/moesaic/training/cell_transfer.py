@@ -27,7 +27,7 @@ __all__ = ["ConflictingCells", "Merged", "first_difference", "merge_cells", "pac
 NETWORKS = "networks"
 _RUN_FILES = ("config.json", "metrics.jsonl", "model.safetensors", "result.json")
 """Of a finished run; the result comes last."""
-_TIMES = ("seconds",)
+_TIME_KEYS = ("seconds",)
 """Keys of results that differ from one time to the next."""
 _CELL = re.compile(rf"{CELLS}/([A-Za-z0-9=.-]{{0,60}})-([0-9a-f]{{16}})\.json")
 _PLAN = re.compile(rf"{PLANS}/[0-9a-f]{{16}}\.json")
@@ -143,7 +143,7 @@ def first_difference(one: Any, other: Any, where: str = "result") -> tuple[str, 
         pairs = (
             first_difference(first.get(key), second.get(key), f"{where}.{key}")
             for key in dict.fromkeys([*first, *second])
-            if key not in _TIMES
+            if key not in _TIME_KEYS
         )
         return next((each for each in pairs if each is not None), None)
     if isinstance(one, list) and isinstance(other, list):

@@ -56,9 +56,9 @@ __all__ = [
     "short_names",
 ]
 
-MOST_TESTS = 25
+MAX_TESTS = 25
 """So many times a run is tested at most: more would take longer than training on few images does."""
-_MARGIN = 3.0
+_NOTED_MARGIN = 3.0
 """Points of accuracy: a larger margin of error of the test images is noted in the result."""
 
 
@@ -68,7 +68,7 @@ HEADS = ("mean", "routed")
 
 def eval_every(epochs: int) -> int:
     """Epochs from one test of a run to the next."""
-    return -(-epochs // MOST_TESTS)
+    return -(-epochs // MAX_TESTS)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Contender:
     """A model of a comparison: how it is made, and what it costs."""
 
     spec: ModelSpec
-    sized: ComparedModel
+    model: ComparedModel
 
 
 def compare(
@@ -208,7 +208,7 @@ def compare(
         pool=len(dataset.train),
         tested=len(dataset.test),
         guessing=100 * float(dataset.test.labels.bincount().max()) / len(dataset.test),
-        models=tuple(who.sized for who in contenders),
+        models=tuple(who.model for who in contenders),
         samples=grid.samples,
         trials=grid.trials,
         seed=seed,
@@ -222,7 +222,7 @@ def compare(
         return found
     baseline, *others = contenders
     while True:
-        others = [who for who in others if not is_settled(found, who.sized.name)]
+        others = [who for who in others if not is_settled(found, who.model.name)]
         if not others:
             return replace(found, ended="more would hardly change the answers")
         if found.trials == grid.max_trials:
@@ -331,14 +331,14 @@ class ComparisonRuns:
 
     def images_of(self, who: Contender, log: Callable[[str], None]) -> ImageDataset:
         """The images as a model takes them; features are computed where these stand for them."""
-        if who.sized.name not in self.images:
+        if who.model.name not in self.images:
             dataset = self.normalized(who)
             model = self.backbone_of(who, dataset)
             if model is not None:
                 options: dict[str, Any] = {"cache_dir": self.cache_dir, "device": self.device}
                 dataset = add_features(dataset, model, **options, log=log)
-            self.images[who.sized.name] = dataset
-        return self.images[who.sized.name]
+            self.images[who.model.name] = dataset
+        return self.images[who.model.name]
 
     def normalized(self, who: Contender) -> ImageDataset:
         """The images with the normalization of a model."""
@@ -489,11 +489,11 @@ def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, 
 
 
 def _run(who: Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
-    return run_from_json({"model": who.sized.name, "samples": samples, "trial": trial, **result})
+    return run_from_json({"model": who.model.name, "samples": samples, "trial": trial, **result})
 
 
 def _name(who: Contender, samples: int, trial: int) -> str:
-    return f"{who.sized.name}, {samples} samples, trial {trial + 1}"
+    return f"{who.model.name}, {samples} samples, trial {trial + 1}"
 
 
 def _has_groups(dataset: ImageDataset) -> bool:
@@ -507,7 +507,7 @@ def _notes(dataset: ImageDataset, grid: Grid) -> Iterator[str]:
         more = f" and {len(dataset.skipped) - 3} more" if len(dataset.skipped) > 3 else ""
         yield f"{len(dataset.skipped)} files were skipped: {some}{more}."
     margin = 100 * math.sqrt(0.25 / len(dataset.test)) * 1.96
-    if margin > _MARGIN:
+    if margin > _NOTED_MARGIN:
         yield (
             f"All runs are tested on the same {len(dataset.test):,} images: intervals show how far trials differ, not "
             f"how far other test images would differ. On so many an accuracy of 50 % is known to ±{margin:.0f} points."

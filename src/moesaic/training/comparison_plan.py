@@ -2,8 +2,8 @@
 
 A few steps and a test of each network are measured at the batch size, and the features of a block of images where heads
 train on features. Finished runs take no time. Where everything does not fit, a plan has fewer trials (at least
-`LEAST_TRIALS`), then the smallest and the largest number of samples alone, then half and a quarter of the epochs (at
-least `LEAST_EPOCHS`), then the smallest number of samples alone.
+`MIN_TRIALS`), then the smallest and the largest number of samples alone, then half and a quarter of the epochs (at
+least `MIN_EPOCHS`), then the smallest number of samples alone.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 from moesaic.training.trainer import Trainer
 
-__all__ = ["LEAST_TRIALS", "ComparisonPlan", "ModelPlan", "OverBudget", "RunCost", "measure_costs", "plan_comparison"]
+__all__ = ["MIN_TRIALS", "ComparisonPlan", "ModelPlan", "OverBudget", "RunCost", "measure_costs", "plan_comparison"]
 
-LEAST_TRIALS = 3
-LEAST_EPOCHS = 10
-_EPOCHS, _STEPS = 2, 2
+MIN_TRIALS = 3
+MIN_EPOCHS = 10
+_TIMED_EPOCHS, _TIMED_STEPS = 2, 2
 """Epochs that are measured, and steps of each; the first step is not."""
-_TESTED = 64
+_TIMED_TEST_IMAGES = 64
 """Test images that are measured, at most."""
-_QUICK = 2.0
+_REPEATED_BELOW_SECONDS = 2.0
 """Seconds: a measurement that takes less, setup aside, is repeated, without what the first one had to load."""
 
 
@@ -164,12 +164,12 @@ def _plan(
     for who in contenders:
         first = missing(who, range(grid.trials))
         later = missing(who, range(grid.trials, grid.max_trials or grid.trials))
-        cost = costs.get(who.sized.name)
+        cost = costs.get(who.model.name)
         assert cost is not None or not first + later, "the cost of runs that are left to do was measured"
         first_seconds, later_seconds = (
             sum(cost.seconds(size, runs.recipe) for size in each) if cost else 0.0 for each in (first, later)
         )
-        models.append(ModelPlan(who.sized.name, first_seconds, cost.step if cost and first else None))
+        models.append(ModelPlan(who.model.name, first_seconds, cost.step if cost and first else None))
         features += cost.features if cost and first + later else 0.0
         most += first_seconds + later_seconds
         finished += grid.trials * len(grid.samples) - len(first)
@@ -179,11 +179,11 @@ def _plan(
 
 def _smaller(grid: Grid, recipe: Recipe) -> Iterator[tuple[Grid, Recipe]]:
     """Smaller grids and recipes, the more complete ones first."""
-    for trials in range(grid.trials - 1, LEAST_TRIALS - 1, -1):
+    for trials in range(grid.trials - 1, MIN_TRIALS - 1, -1):
         yield replace(grid, trials=trials), recipe
-    grid = replace(grid, trials=min(grid.trials, LEAST_TRIALS))
+    grid = replace(grid, trials=min(grid.trials, MIN_TRIALS))
     ends = replace(grid, samples=tuple(sorted({grid.samples[0], grid.samples[-1]})))
-    parts = [max(recipe.epochs // part, min(LEAST_EPOCHS, recipe.epochs)) for part in (1, 2, 4)]
+    parts = [max(recipe.epochs // part, min(MIN_EPOCHS, recipe.epochs)) for part in (1, 2, 4)]
     for epochs in dict.fromkeys(parts):
         yield ends, replace(recipe, epochs=epochs)
     yield replace(grid, samples=grid.samples[:1]), replace(recipe, epochs=parts[-1])
@@ -217,9 +217,9 @@ def measure_costs(
         small, features, backbone = _small_images(runs, who, grid.samples[-1], log)
         start = time.perf_counter()
         cost = _measure(runs, who, small)
-        if time.perf_counter() - start - cost.setup < _QUICK:
+        if time.perf_counter() - start - cost.setup < _REPEATED_BELOW_SECONDS:
             cost = _measure(runs, who, small)
-        found[who.sized.name] = replace(cost, features=0.0 if backbone in backbones else features)
+        found[who.model.name] = replace(cost, features=0.0 if backbone in backbones else features)
         if backbone:
             backbones.add(backbone)
     return found
@@ -246,15 +246,15 @@ def _small_images(
 
 def _few(dataset: ImageDataset, recipe: Recipe, samples: int) -> ImageDataset:
     """Training images for a few steps of the largest batch, and some test images."""
-    images = _STEPS * max(recipe.batch_sizes(samples))
-    return replace(dataset, train=_first(dataset.train, images), test=_first(dataset.test, _TESTED))
+    images = _TIMED_STEPS * max(recipe.batch_sizes(samples))
+    return replace(dataset, train=_first(dataset.train, images), test=_first(dataset.test, _TIMED_TEST_IMAGES))
 
 
 def _first(images: LabelledImages, count: int) -> LabelledImages:
     return images.take(torch.arange(min(count, len(images))))
 
 
-class _Clock(Callback):
+class _StepTimes(Callback):
     """The times at which steps begin and end."""
 
     capturable = True
@@ -276,23 +276,23 @@ def _now() -> float:
 
 
 def _measure(runs: ComparisonRuns, who: Contender, small: ImageDataset) -> RunCost:
-    start, clock = _now(), _Clock()
+    start, clock = _now(), _StepTimes()
     with torch.random.fork_rng(devices=[]):
         model = who.spec.build()
     # steps of length 0 take as long as others, and cannot diverge
-    recipe = replace(runs.recipe_of(who), epochs=_EPOCHS, warmup_epochs=None, lr=0.0)
+    recipe = replace(runs.recipe_of(who), epochs=_TIMED_EPOCHS, warmup_epochs=None, lr=0.0)
     fit(
         model,
         small,
         recipe,
         device=runs.device,
         callbacks=[clock],
-        eval_every=_EPOCHS,
+        eval_every=_TIMED_EPOCHS,
         test_features=True,
         cuda_graph=True,  # where a GPU has them, although by default so few steps would run eagerly
     )
     test = (_now() - clock.ended[-1]) * len(runs.dataset.test) / len(small.test)
-    steps = len(clock.begun) // _EPOCHS
+    steps = len(clock.begun) // _TIMED_EPOCHS
     taken = [end - begin for begin, end in zip(clock.begun, clock.ended, strict=True)][1:]
     setup, epoch = clock.begun[0] - start, clock.begun[steps] - clock.ended[steps - 1]
     return RunCost(statistics.median(taken), test, setup, epoch)

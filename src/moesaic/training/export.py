@@ -50,7 +50,7 @@ SUFFIXES: dict[Format, str] = {
 INPUT, OUTPUT = "images", "logits"
 
 _METADATA = "moesaic.json"
-_TRIED = (1, 2, 5)
+_COMPARED_BATCH_SIZES = (1, 2, 5)
 """Batches that an exported file is compared with the network on."""
 
 
@@ -183,7 +183,7 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
 def _examples(checkpoint: Checkpoint, batch: Batch) -> tuple[Tensor, ...]:
     """The last of them is what the network is traced with: torch takes a batch of 1 for a constant."""
     generator = torch.Generator().manual_seed(0)
-    sizes = _TRIED if batch == "dynamic" else (1,)
+    sizes = _COMPARED_BATCH_SIZES if batch == "dynamic" else (1,)
     return tuple(torch.rand(size, *checkpoint.input_shape, generator=generator) for size in sizes)
 
 

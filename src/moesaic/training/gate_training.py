@@ -43,17 +43,17 @@ from moesaic.training.recipe import Recipe
 
 __all__ = ["ClosedLayer", "GateTraining", "resolve_gate_recipe"]
 
-_CHECKS = 100
+_CHECKS_OF_STAGE = 100
 """Checks in the joint stage, if it has so many steps: control is the same for long and for short runs."""
 _MAX_STEPS = 25
 """Steps from one check to the next, at most."""
-_OBSERVED = 5
+_OBSERVED_BATCHES = 5
 """Batches before a check whose gates are observed; others cost nothing."""
-_CLOSED = 0.99
+_CLOSED_FRACTION = 0.99
 """The fraction of images for which a whole layer may be closed."""
-_GAIN, _RANGE = 0.5, 30.0
+_CONTROLLER_GAIN, _L1_WEIGHT_RANGE = 0.5, 30.0
 """Gain of the controller, from ln(cost / goal) to the change of ln λ at a check, and the range of λ as a factor."""
-_TOLERANCE, _CORRECTION = 0.05, 0.5
+_COST_TOLERANCE, _COST_CORRECTION = 0.05, 0.5
 """The |ln(cost / goal)| from which biases are shifted, and the fraction of it that a shift corrects: the cost of a few
 batches is noisy."""
 _BISECTIONS = 12
@@ -143,7 +143,9 @@ class GateTraining:
         self._penalised = self.recipe.l1_weight > 0 and _mode(model) == "relu"
         self._can_shift = has_biases(model)
         self._check_every = min(
-            max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS, 1), _MAX_STEPS, steps
+            max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS_OF_STAGE, 1),
+            _MAX_STEPS,
+            steps,
         )
         self.observing = False
         """Whether the gates of the step in progress are observed."""
@@ -171,7 +173,7 @@ class GateTraining:
 
     def begin_step(self, steps: int, epoch: float) -> None:
         """Set the weights of losses and the noise on scores for a step at this time, ``steps`` after the start."""
-        self.observing = steps % self._check_every >= self._check_every - _OBSERVED
+        self.observing = steps % self._check_every >= self._check_every - _OBSERVED_BATCHES
         if not self.joint:
             return
         gates, progress = self.recipe, self.recipe.joint_progress(epoch, self._epochs)
@@ -270,7 +272,7 @@ class GateTraining:
             return []
         goal = self.recipe.cost_at(self.recipe.joint_progress(epoch, self._epochs), self._dense_cost)
         if goal is not None:
-            self._adapt(cost, goal, max(closed_L) >= _CLOSED, self._scores[images])
+            self._adapt(cost, goal, max(closed_L) >= _CLOSED_FRACTION, self._scores[images])
         return self._relax_penalty(open_L, mean_L)
 
     def check_open(self) -> None:
@@ -283,7 +285,7 @@ class GateTraining:
             return
         closed_L = means[-1]
         worst = max(range(len(closed_L)), key=closed_L.__getitem__)
-        if closed_L[worst] >= _CLOSED:
+        if closed_L[worst] >= _CLOSED_FRACTION:
             raise ClosedLayer(
                 f"all gates of layer {self._model.gated[worst]!r} are closed for {closed_L[worst]:.0%} of the images"
             )
@@ -357,14 +359,15 @@ class GateTraining:
     def _adapt(self, cost: float, goal: float, closed: bool, all_scores: Mapping[str, Tensor]) -> None:
         """Raise λ where the cost is above its goal, lower it where it is below; shift biases where it is far off."""
         error, start = math.log(cost / goal), self.recipe.l1_weight
-        self.l1_weight = min(max(self.l1_weight * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
-        if self._can_shift and (abs(error) > _TOLERANCE or closed):
+        least, most = start / _L1_WEIGHT_RANGE, start * _L1_WEIGHT_RANGE
+        self.l1_weight = min(max(self.l1_weight * math.exp(_CONTROLLER_GAIN * error), least), most)
+        if self._can_shift and (abs(error) > _COST_TOLERANCE or closed):
             with torch.no_grad():
                 if self._batch is not None:
                     all_scores = {name: self._batch.gather(scores) for name, scores in all_scores.items()}
                 patterns = {name: routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
                 now = mean_cost(self._model, patterns)
-                shift_biases(self._model, all_scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
+                shift_biases(self._model, all_scores, now * math.exp(-_COST_CORRECTION * error), _BISECTIONS)
 
     def _relax_penalty(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
         """Relax the penalty of layers that are nearly closed, or whose gates have shrunk; returns new warnings.

@@ -21,7 +21,7 @@ _TENSOR_STEMS = {
     "gates.": "callback.GateCallback.",
 }
 _GATE_KEYS = {"told": "reported", "strength": "l1_weight", "relief": "penalty_factors"}
-_ALARM = re.compile(r"CollapseAlarm: (?:layer '(?P<name>.*?)'|the layer):")
+_ALARM_MESSAGE = re.compile(r"CollapseAlarm: (?:layer '(?P<name>.*?)'|the layer):")
 
 
 def migrate_config(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,5 +65,5 @@ def _renamed(name: str) -> str:
 def _reported(content: Mapping[str, Any]) -> list[str]:
     """Layers that the collapse alarm has reported: earlier versions wrote its messages only."""
     messages = [*content["alarms"], *(text for epoch in content["epochs"] for text in epoch["alarms"])]
-    found = (_ALARM.match(message) for message in messages)
+    found = (_ALARM_MESSAGE.match(message) for message in messages)
     return [match["name"] or "" for match in found if match]

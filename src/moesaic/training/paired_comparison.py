@@ -32,7 +32,7 @@ Array = NDArray[np.float64]
 
 FLOPS_PER_IMAGE = 2 * 3
 """Operations for each multiply-add of the forward pass: two, and the backward pass does twice the forward's work."""
-NARROW = 2.0
+NARROW_MARGIN = 2.0
 """Points of accuracy: models that differ by less are as good as level, where no number of trials tells them apart."""
 
 
@@ -96,7 +96,8 @@ class PairedComparison:
     more: int | None = None
     """If undecided: about so many more trials would decide, if differences stay as they are; None: over 100."""
     more_to_narrow: int | None = None
-    """If undecided: about so many more trials would tell whether both are within `NARROW` points; None: over 100."""
+    """If undecided: about so many more trials would show whether both are within `NARROW_MARGIN` points; None: over
+    100."""
 
     @property
     def within(self) -> float:
@@ -150,7 +151,9 @@ def _compare_pair(found: Comparison, baseline: str, model: str) -> PairedCompari
         return pair
     sequential = found.max_trials is not None
     more = more_trials(lead.value, spread, trials, sequential=sequential)
-    narrow = None if pair.within <= NARROW else trials_to_width(NARROW, spread, trials, sequential=sequential)
+    narrow = (
+        None if pair.within <= NARROW_MARGIN else trials_to_width(NARROW_MARGIN, spread, trials, sequential=sequential)
+    )
     return replace(pair, more=more, more_to_narrow=narrow)
 
 

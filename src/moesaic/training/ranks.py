@@ -25,7 +25,7 @@ __all__ = ["RankError", "Ranks", "join_job", "local_device", "one_per_machine_fi
 
 T = TypeVar("T")
 
-_WAIT = timedelta(hours=12)
+_DECISION_TIMEOUT = timedelta(hours=12)
 """How long ranks wait for a decision of the first, which may have a dataset to decode."""
 
 _WAIT_FOR_AGENT = 60.0
@@ -53,7 +53,7 @@ class Ranks:
         self.batch = GlobalBatch()
         """The batch whose samples are spread over the ranks."""
         self.gradients: Any = _dist.new_group()
-        self.decisions: Any = _dist.new_group(backend="gloo", timeout=_WAIT)
+        self.decisions: Any = _dist.new_group(backend="gloo", timeout=_DECISION_TIMEOUT)
 
     @property
     def is_first(self) -> bool:

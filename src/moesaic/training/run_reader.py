@@ -26,7 +26,7 @@ RUN_FILES = ("config.json", "metrics.jsonl", "result.json", PREDICTIONS)
 """The files that `read_run` reads."""
 
 _LINE_LIMITS = JsonLimits(bytes=1 << 22, depth=8, values=100_000)
-_LARGEST = 1e15
+_MAX_NUMBER = 1e15
 """Numbers beyond are not those of a run."""
 _ADVICE = "name the folder of a run of moesaic train"
 
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> RunRecord:
     content = _whole(read_json(path, advice=_ADVICE), f"{path}")
     with refused_as(f"{path} is not what a run writes"):
         config = cast("_Config", decode(_Config, migrate_config(content), str(path), more=True))
-    if not config.data.classes or not all(0 <= count < _LARGEST for count in (config.data.train, config.data.test)):
+    if not config.data.classes or not all(0 <= count < _MAX_NUMBER for count in (config.data.train, config.data.test)):
         raise InvalidFile(f"{path}: has no classes, or a number of images that is none; {_ADVICE}")
     result = _read_result(folder / "result.json", len(config.data.classes))
     epochs = _read_metrics(folder / "metrics.jsonl")
@@ -197,4 +197,4 @@ def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a number that a page can show; NaN is."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > _LARGEST
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > _MAX_NUMBER

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["PREDICTIONS", "Mistake", "PredictionsCallback", "SavedPredictions", "read_predictions"]
 
 PREDICTIONS = "predictions.safetensors"
-_MISTAKES = 24
+_MAX_MISTAKES = 24
 """Mistakes that are saved with their image."""
-_TOP = 3
+_MAX_TOP = 3
 """Classes that a mistake is saved with."""
-_SIDE = 112
+_MAX_SIDE = 112
 """Pixels of the longer side of a saved image, at most."""
 _WRITE_SECONDS = 5.0
 """Seconds from one write during training to the next."""
@@ -114,7 +114,7 @@ class PredictionsCallback(Callback):
     def on_test_batch(self, trainer: Trainer, logits: Tensor, labels: Tensor) -> None:
         """Takes the highest probabilities and that of the label."""
         probability = logits.float().softmax(1)
-        top = probability.topk(min(_TOP, probability.shape[1]))
+        top = probability.topk(min(_MAX_TOP, probability.shape[1]))
         # argmax, as in the accuracy: it may take another one of two equal classes
         self._batches.append(
             (logits.argmax(1), labels, top.indices, top.values, probability.gather(1, labels[:, None])[:, 0])
@@ -129,7 +129,7 @@ class PredictionsCallback(Callback):
         )
         self._batches = []
         wrong = (predicted != labels).nonzero()[:, 0]
-        worst = wrong[probability[wrong, 0].argsort(descending=True, stable=True)][:_MISTAKES]
+        worst = wrong[probability[wrong, 0].argsort(descending=True, stable=True)][:_MAX_MISTAKES]
         tensors = {
             "labels": labels,
             "predicted": predicted,
@@ -172,7 +172,10 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
 
     with open_tensors(path) as file, refused_as(f"{path} is not what a run writes"):
         header = cast("_Header", decode(_Header, file.content(), f"{path}"))
-        check(file.shapes.keys() == _DTYPES.keys(), f"has the tensors {sorted(file.shapes)}; it must have {[*_DTYPES]}")
+        check(
+            file.shapes.keys() == _DTYPES.keys(),
+            f"has the tensors {sorted(file.shapes)}; it must have {[*_DTYPES]}",
+        )
         tensors = file.tensors()
     for name, dtype in _DTYPES.items():
         check(tensors[name].dtype == dtype, f"{name} is {tensors[name].dtype}; it must be {dtype}")
@@ -180,10 +183,13 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
     own, probability, label_probability = (tensors[name] for name in ("mistake_labels", *_MISTAKE_COLUMNS[2:]))
     check(labels.ndim == 1 and labels.shape == predicted.shape, "labels and predictions are not equally long")
     count = len(top)
-    check(top.ndim == 2 and 1 <= top.shape[1] <= _TOP and top.shape == probability.shape, "top classes do not fit")
-    check(count <= _MISTAKES and own.shape == label_probability.shape == (count,), "mistakes do not fit")
+    check(top.ndim == 2 and 1 <= top.shape[1] <= _MAX_TOP and top.shape == probability.shape, "top classes do not fit")
+    check(count <= _MAX_MISTAKES and own.shape == label_probability.shape == (count,), "mistakes do not fit")
     check(images.ndim == 4 and len(images) == count and images.shape[1] in (1, 3), "images do not fit")
-    check(count == 0 or 1 <= min(images.shape[2:]) <= max(images.shape[2:]) <= _SIDE, "images have the wrong size")
+    check(
+        count == 0 or 1 <= min(images.shape[2:]) <= max(images.shape[2:]) <= _MAX_SIDE,
+        "images have the wrong size",
+    )
     check(len(header.names) in (0, count), "names do not fit")
     for numbers in (labels, predicted, own, top):
         check(
@@ -200,13 +206,13 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
 
 
 def _thumbnails(test: LabelledImages, rows: Tensor) -> Tensor:
-    """(M, C, H, W) uint8: the images at ``rows`` in one or three channels, not larger than `_SIDE`."""
+    """(M, C, H, W) uint8: the images at ``rows`` in one or three channels, not larger than `_MAX_SIDE`."""
     images = test.pixels[rows.to(test.pixels.device)].cpu()
     C, H, W = images.shape[1:]
     if C not in (1, 3):
         images = images.float().mean(1, keepdim=True).round().to(torch.uint8)
-    if max(H, W) <= _SIDE or not len(rows):
+    if max(H, W) <= _MAX_SIDE or not len(rows):
         return images
-    size = [max(round(side * _SIDE / max(H, W)), 1) for side in (H, W)]
+    size = [max(round(side * _MAX_SIDE / max(H, W)), 1) for side in (H, W)]
     smaller = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
     return smaller.round().clamp(0, 255).to(torch.uint8)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.intervals import LEVEL, Estimate, difference, student_quantile
+from moesaic.intervals import CONFIDENCE, Estimate, difference, student_quantile
 
 __all__ = [
     "FIRST_LOOK",
@@ -37,7 +37,7 @@ LEVEL_MARGIN = 1.0
 """Points of accuracy: models whose interval lies within this margin of 0 are level, and no trial is added."""
 MANY_TRIALS = 100
 """More further trials than these are as good as never."""
-_HOPELESS_FROM = 6
+_FUTILE_FROM = 6
 """Trials before which the observed difference says too little to give up on it."""
 
 
@@ -61,8 +61,8 @@ def is_clear(found: Estimate, trials: int, spread: float) -> bool:
         return False
     ahead = found.low > 0 or found.high < 0
     level = max(-found.low, found.high) <= LEVEL_MARGIN
-    hopeless = trials >= _HOPELESS_FROM and more_trials(found.value, spread, trials, sequential=True) is None
-    return ahead or level or hopeless
+    futile = trials >= _FUTILE_FROM and more_trials(found.value, spread, trials, sequential=True) is None
+    return ahead or level or futile
 
 
 def more_trials(value: float, spread: float, trials: int, *, sequential: bool) -> int | None:
@@ -76,7 +76,7 @@ def more_trials(value: float, spread: float, trials: int, *, sequential: bool) -
 
 def trials_to_width(half: float, spread: float, trials: int, *, sequential: bool) -> int | None:
     """Returns how many more trials make half of the interval shorter than ``half``; None: more than `MANY_TRIALS`."""
-    confidence = 1 - LOOK_ERROR if sequential else LEVEL
+    confidence = 1 - LOOK_ERROR if sequential else CONFIDENCE
     for more in range(1, MANY_TRIALS + 1):
         count = trials + more
         if student_quantile(count - 1, confidence) * spread / count**0.5 < half:

@@ -35,7 +35,7 @@ Outputs = tuple[Tensor, Tensor]
 Work = Callable[[Tensor, Tensor], Outputs]
 """A step on a batch: images and labels in, loss and number of correct classifications out."""
 
-_COMPARED = 2
+_COMPARED_STEPS = 2
 """Steps that are compared: a second one shows what the first one leaves behind."""
 _MIN_STEPS = 50
 """With fewer steps in a run, recording one takes longer than it saves."""
@@ -201,12 +201,12 @@ class StepGraphs:
         start.restore(self._tensors())  # Python may have counted, and some devices work while they record
         replayed = self._run_some(graph.replay, inputs)
         difference = expected.difference(start, replayed, noise, self._step.rounding)
-        return graph, difference and f"after {_COMPARED} replays of a step, {difference}"
+        return graph, difference and f"after {_COMPARED_STEPS} replays of a step, {difference}"
 
     def _run_some(self, work: Work, inputs: Outputs) -> dict[str, Tensor]:
         """Does a few steps; returns what they change and what they return."""
         outputs: dict[str, Tensor] = {}
-        for number in range(1, _COMPARED + 1):
+        for number in range(1, _COMPARED_STEPS + 1):
             outputs[f"loss {number}"], outputs[f"correct {number}"] = work(*inputs)
         return {**self._tensors(), **outputs}
 

@@ -11,7 +11,7 @@ __all__ = ["StepState"]
 
 _ROUNDINGS = 4
 """Units in the last place by which stored values may differ."""
-_NOISE = 10
+_NOISE_FACTOR = 10
 """How much further a result may be from the expected one than a repetition of the same eager steps."""
 
 
@@ -71,7 +71,7 @@ class StepState:
             value = self._values.get(name)
             change = _distance(value, start._values.get(name)) if value is not None else 0.0
             rounding = 0.0 if value is None else _ROUNDINGS * _epsilon(value) * _distance(value, None)
-            allowed = tolerance * change + rounding + _NOISE * noise.get(name, 0.0)
+            allowed = tolerance * change + rounding + _NOISE_FACTOR * noise.get(name, 0.0)
             if not distance <= allowed:
                 return f"{name} differs by {distance:.1e} where {allowed:.1e} is rounding"
         states = zip(self._generators, self._random, strict=True)

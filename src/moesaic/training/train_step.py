@@ -38,9 +38,9 @@ class CompileError(RuntimeError):
     """``torch.compile`` failed on the network."""
 
 
-_ROUNDING = {torch.bfloat16: 1e-2}
+_ROUNDING_OF_DTYPE = {torch.bfloat16: 1e-2}
 """Rounding errors of a step in these dtypes, as a fraction of what it changes."""
-_FULL_ROUNDING = 1e-4
+_ROUNDING_OF_FLOAT32 = 1e-4
 """The same without autocast; TF32 is in it."""
 
 ExtraLoss = Callable[[Any, Tensor, Tensor, float], "Tensor | float"]
@@ -92,7 +92,7 @@ class TrainStep:
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._autocast_dtype is torch.float16)
         self._ema = None if recipe.ema_decay is None else [tensor.detach().clone() for tensor in self._averaged()]
         self._ema_weight = torch.zeros((), device=device)
-        self.rounding = _ROUNDING.get(self._autocast_dtype or torch.float32, _FULL_ROUNDING)
+        self.rounding = _ROUNDING_OF_DTYPE.get(self._autocast_dtype or torch.float32, _ROUNDING_OF_FLOAT32)
         """Rounding errors of a step, as a fraction of what it changes."""
         self._graphs = None if graphs is None else StepGraphs(graphs, self)
         self._modules, self._parameters = list(model.modules()), list(model.parameters())

@@ -96,7 +96,7 @@ def test_how_many_images_are_prepared_together_changes_nothing(monkeypatch):
         TASK, train_transform=lambda pixels, rand: centred(pixels, rand) * rand[:, 0, None, None, None]
     )
     whole = train_images(network(), randomised, SHORT)
-    monkeypatch.setattr(batches, "_PREPARED", 32)
+    monkeypatch.setattr(batches, "_MAX_PREPARED_IMAGES", 32)
     assert [epoch.loss for epoch in train_images(network(), randomised, SHORT)] == [epoch.loss for epoch in whole]
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.intervals import LEVEL, Estimate, difference
+from moesaic.intervals import CONFIDENCE, Estimate, difference
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim
@@ -113,7 +113,7 @@ def _decide(estimates: Mapping[str, Estimate]) -> CheckResult:
 
 def _best_of(arms: Sequence[str], other: Callable[[str], str]) -> Callable[[ExperimentResults], CheckResult]:
     """Compares each arm with another; the best counts."""
-    confidence = 1 - (1 - LEVEL) / len(arms)
+    confidence = 1 - (1 - CONFIDENCE) / len(arms)
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         failed = _failed(experiment, dict.fromkeys([*arms, *map(other, arms)]))
