@@ -86,7 +86,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models that are trained from here on, in this order; the third run of a test is interrupted by "stop"."""
-    module = import_module("moesaic.training.compare")
+    module = import_module("moesaic.training.comparison_runs")
     whole, trained = module.fit, []
 
     def fit(*given: Any, **more: Any) -> Any:
@@ -127,7 +127,7 @@ def test_too_little_memory_is_told_with_a_way_out(mosaics, monkeypatch):
     def full(*given: Any, **more: Any) -> Any:
         raise torch.OutOfMemoryError("tried to allocate")
 
-    monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", full)
+    monkeypatch.setattr(import_module("moesaic.training.comparison_runs"), "fit", full)
     with pytest.raises(CommandError, match="cpu has too little memory for --batch-size 8; use a smaller one"):
         compare("mosaics", *SMALL)
 

@@ -166,7 +166,7 @@ def test_weights_that_cannot_be_downloaded_are_told_in_one_line(pets, timm, caps
 
 def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch):
     recipes: list[tuple[str, float]] = []
-    comparing = import_module("moesaic.training.compare")
+    comparing = import_module("moesaic.training.comparison_runs")
     fit = comparing.fit
 
     def noted(model, dataset, recipe, **more):

@@ -18,7 +18,7 @@ from moesaic.models.spec_validation import check_spec
 from moesaic.models.vit import Block
 from moesaic.training.backbone_features import backbone_digest
 from moesaic.training.checkpoint import Metadata, load_checkpoint, save_network
-from moesaic.training.compare import expand_models
+from moesaic.training.compared_models import expand_models
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.trainable_layers import default_trainable
 from moesaic.validated_json import InvalidFile

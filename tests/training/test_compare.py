@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,15 @@ import torch
 from training.example_comparison import comparison
 
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, SkippedFile
+from moesaic.training import comparison_runs
 from moesaic.training.checkpoint import load_checkpoint
-from moesaic.training.compare import HEADS, Grid, check_models, compare, default_samples, expand_models, short_names
+from moesaic.training.compare import Grid, compare
+from moesaic.training.compared_models import check_models
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
 from moesaic.training.fit_result import Epoch, FitResult
 from moesaic.training.progress import NoProgress
 from moesaic.training.recipe import Recipe
-
-module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 
 MODELS = ("wrn10_1", "wrn10_1_pmoe")
 RECIPE = Recipe(epochs=2, batch_size=8)
@@ -65,7 +64,7 @@ class Trainer:
 def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     def use(stop_at: int | None = None) -> Trainer:
         made = Trainer(stop_at)
-        monkeypatch.setattr(module, "fit", made)
+        monkeypatch.setattr(comparison_runs, "fit", made)
         return made
 
     return use
@@ -270,24 +269,6 @@ def test_a_grid_that_compares_nothing_is_refused(models, samples, trials, messag
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("wrn10_2pmoe", r"compare: models: name='wrn10_2pmoe' is unknown; .*did you mean 'wrn10_2_pmoe'"),
-        ("wrn11_1", "depth=11; it must be 6n"),
-        ("wrn10_1_pmoe:expert=3", "has no option 'expert'; it takes .*experts"),
-        ("wrn10_1_pmoe:experts", "experts=True is a bool; it must be a whole number"),
-        ("wrn10_1_pmoe:experts=", "has 'experts=' where option or option=value belongs"),
-        ("wrn10_1_pmoe:experts=2:experts=4", "has the option 'experts' twice"),
-        ("wrn10_1:convert=stem", "convert=stem without experts="),
-        ("wrn10_1:convert=stem:experts=2:expert=2", "wrn10_1 has no option 'expert'; .*after convert=: experts"),
-    ],
-)
-def test_unknown_models_are_told_before_anything_is_loaded(model, message):
-    with pytest.raises(ValueError, match=message):
-        check_models(("wrn10_1", model))
-
-
-@pytest.mark.parametrize(
     ("samples", "message"),
     [
         ((8, 41), "samples=41, but there are 40 images to train on in lamps; use at most 40"),
@@ -366,12 +347,12 @@ def grow(out: Path, models: tuple[str, ...] = ("wrn10_1", SECOND), most: int = 1
 
 def test_trials_are_added_until_the_answer_is_clear(tmp_path, monkeypatch):
     clear = Scores(lambda experts, trial: 20 + WOBBLE[trial] if experts else 0.0)
-    monkeypatch.setattr(module, "fit", clear)
+    monkeypatch.setattr(comparison_runs, "fit", clear)
     found = grow(tmp_path / "clear")
     assert (found.trials, len(clear.asked)) == (3, 6)
     assert found.ended == "more would hardly change the answers"
     unclear = Scores(lambda experts, trial: 1.0 + 4 * WOBBLE[trial] if experts else 0.0)
-    monkeypatch.setattr(module, "fit", unclear)
+    monkeypatch.setattr(comparison_runs, "fit", unclear)
     found = grow(tmp_path / "unclear")
     assert (found.trials, len(unclear.asked)) == (12, 24)
     assert found.ended == "12 trials are the most that were allowed"
@@ -388,7 +369,7 @@ def test_trials_are_added_where_the_comparison_is_open_alone(tmp_path, monkeypat
         return {"": 0.0, "2": 20 + WOBBLE[trial], "4": 2.0 + 3 * WOBBLE[trial]}[experts]
 
     used = Scores(lead)
-    monkeypatch.setattr(module, "fit", used)
+    monkeypatch.setattr(comparison_runs, "fit", used)
     found = grow(tmp_path, ("wrn10_1", SECOND, THIRD))
     assert found.trials_of(SECOND) == 3
     assert 3 < found.trials_of(THIRD) == found.trials_of("wrn10_1") == found.trials < 12
@@ -402,18 +383,18 @@ def test_a_growing_comparison_that_was_interrupted_ends_as_one_that_was_not(tmp_
     def lead(experts: str, trial: int) -> float:
         return 2.0 + 3 * WOBBLE[trial] if experts else 0.0
 
-    monkeypatch.setattr(module, "fit", Scores(lead))
+    monkeypatch.setattr(comparison_runs, "fit", Scores(lead))
     whole = grow(tmp_path / "whole")
     assert whole.trials > 4
     for stop_at in (1, 7):
         interrupted = Scores(lead)
         interrupted.stop_at = stop_at
-        monkeypatch.setattr(module, "fit", interrupted)
+        monkeypatch.setattr(comparison_runs, "fit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             grow(tmp_path / f"{stop_at}")
         rest = Scores(lead)
         rest.trials = dict(interrupted.trials)
-        monkeypatch.setattr(module, "fit", rest)
+        monkeypatch.setattr(comparison_runs, "fit", rest)
         assert grow(tmp_path / f"{stop_at}") == whole
         assert len(rest.asked) == len(whole.runs) - stop_at
 
@@ -422,13 +403,13 @@ def test_no_trial_is_added_that_takes_longer_than_the_time_left(tmp_path, monkey
     def lead(experts: str, trial: int) -> float:
         return 1.0 + 4 * WOBBLE[trial] if experts else 0.0
 
-    monkeypatch.setattr(module, "fit", Scores(lead))
+    monkeypatch.setattr(comparison_runs, "fit", Scores(lead))
     left = iter([1e6, 1e6, -1.0])
     found = grow(tmp_path, seconds_left=lambda: next(left))
     assert found.trials == 5
     assert found.ended == "the next would take longer than the time that is left"
     again = Scores(lead)
-    monkeypatch.setattr(module, "fit", again)
+    monkeypatch.setattr(comparison_runs, "fit", again)
     longer = grow(tmp_path, seconds_left=lambda: 1e6)
     assert longer.trials == 12
     assert len(again.asked) == 14, "what is finished is not done again"
@@ -467,56 +448,3 @@ def test_finished_runs_are_found_by_the_digests_of_earlier_versions(tmp_path, tr
     run(tmp_path, models=MODELS, samples=(8,), trials=2, settings={"augment": "none"})
     digests = {path.stem.rsplit("-", 1)[1] for path in (tmp_path / "cells").iterdir()}
     assert digests == {"0b6b84268aca3a7e", "36f30b3e572831b0", "ab7a6ed67a187504", "bc8ff2847713327f"}
-
-
-STEM = "timm/resnet18:pretrained"
-
-
-@pytest.mark.parametrize(
-    ("models", "expanded"),
-    [
-        ((STEM,), tuple(f"{STEM}:head={head}" for head in HEADS)),
-        ((f"{STEM}:head=routed:experts=4",), (f"{STEM}:head=mean", f"{STEM}:head=routed:experts=4")),
-        ((f"{STEM}:head=mean",), (f"{STEM}:head=mean", f"{STEM}:head=routed")),
-        (
-            ("wrn10_1:convert=body.group3.0.conv2:experts=4",),
-            ("wrn10_1", "wrn10_1:convert=body.group3.0.conv2:experts=4"),
-        ),
-        (("wrn10_1_pmoe:experts=2",), ("wrn10_1", "wrn10_1_pmoe:experts=2")),
-        (("wrn10_1", "wrn10_2"), ("wrn10_1", "wrn10_2")),
-    ],
-)
-def test_one_network_stands_for_the_comparison_that_matters(models, expanded):
-    assert expand_models(models) == expanded
-
-
-@pytest.mark.parametrize("model", ["wrn10_1", "timm/resnet18", "wrn10_1:weights=file"])
-def test_one_network_without_a_natural_peer_is_told_what_to_do(model):
-    with pytest.raises(ValueError, match=r"has 1 of the at least 2 models .* 'timm/resnet18:weights=FILE'"):
-        expand_models((model,))
-
-
-@pytest.mark.parametrize(
-    ("models", "names"),
-    [
-        (("a:weights=x/w.pt:head=mean", "a:weights=x/w.pt:head=max"), ["head=mean", "head=max"]),
-        (("a:pretrained:head=mean", "b:pretrained:head=mean"), ["a:head=mean", "b:head=mean"]),
-        (("a:pretrained", "a:pretrained:convert=c:experts=2"), ["a", "a:convert=c:experts=2"]),
-        (("a:weights=x/1.pt", "a:weights=x/2.pt"), ["a:weights=1.pt", "a:weights=2.pt"]),
-        (("a:weights=x/1.pt", "a:weights=y/1.pt"), ["a:weights=x/1.pt", "a:weights=y/1.pt"]),
-        (("a:pretrained", "a"), ["a:pretrained", "a"]),
-        (("a:pretrained:head=mean", "a:head=max"), ["a:head=mean", "a:head=max"]),
-    ],
-)
-def test_names_tell_networks_apart_without_what_they_share(models, names):
-    assert short_names(models) == names
-
-
-@pytest.mark.parametrize("classes", [2, 4, 10, 102])
-@pytest.mark.parametrize("images", [102, 120, 209, 640, 1249, 1250, 60_000])
-def test_numbers_of_samples_fit_the_images(images, classes):
-    found = default_samples(images, classes)
-    assert list(found) == sorted(set(found))
-    assert classes <= found[0]
-    assert found[-1] <= max(0.8 * images, classes) or found == (images,)
-    assert images < 1250 or found == tuple(size for size in (250, 500, 1000))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training.test_compare import MODELS, RECIPE, TASK, Trainer
 
-from moesaic.training.compare import ComparisonRuns, Grid, compare
+from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_plan import (
     MIN_EPOCHS,
     MIN_TRIALS,
@@ -18,6 +18,7 @@ from moesaic.training.comparison_plan import (
     measure_costs,
     plan_comparison,
 )
+from moesaic.training.comparison_runs import ComparisonRuns
 from moesaic.training.recipe import Recipe
 
 LONG = Recipe(epochs=40, batch_size=8)
@@ -57,7 +58,7 @@ def test_features_are_computed_once(tmp_path):
 
 
 def test_finished_runs_take_no_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", Trainer())
+    monkeypatch.setattr(import_module("moesaic.training.comparison_runs"), "fit", Trainer())
     small = Grid(MODELS, (8, 16), 2)
     compare(TASK, small, RECIPE, out=tmp_path)
     runs = runs_in(tmp_path, RECIPE)

@@ -197,7 +197,7 @@ class Compare(DatasetOptions):
 
     def _checked(self) -> tuple[tuple[str, ...], str]:
         """Checks the options that do not depend on the images; the networks and the device."""
-        from moesaic.training.compare import check_models, expand_models
+        from moesaic.training.compared_models import check_models, expand_models
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS
 
         named = self._with_router(tuple(name.strip() for name in self.models.split(",") if name.strip()))
@@ -266,7 +266,7 @@ class Compare(DatasetOptions):
         return made
 
     def _load(self, models: tuple[str, ...]) -> tuple[ImageDataset, Grid, Recipe]:
-        from moesaic.training.compare import default_samples, shared_image_size
+        from moesaic.training.compared_models import default_samples, shared_image_size
         from moesaic.training.trainable_layers import frozen_parameters
 
         dataset = self.load(None if self.img_size else shared_image_size(models))
@@ -287,8 +287,8 @@ class Compare(DatasetOptions):
         self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float, jobs: int
     ) -> ComparisonPlan:
         from moesaic.cache_dir import default_cache_dir
-        from moesaic.training.compare import ComparisonRuns
         from moesaic.training.comparison_plan import OverBudget, measure_costs, plan_comparison
+        from moesaic.training.comparison_runs import ComparisonRuns
 
         cache_dir = self.cache_dir or default_cache_dir()
         settings = {"augment": self.augment}

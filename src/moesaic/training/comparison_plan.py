@@ -21,7 +21,8 @@ from moesaic.bench.timing import synchronize
 from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.training.backbone_features import add_features, backbone_digest, has_cached_features
 from moesaic.training.callbacks import Callback
-from moesaic.training.compare import ComparisonRuns, Contender, Grid, eval_every
+from moesaic.training.compare import Grid
+from moesaic.training.comparison_runs import ComparisonRuns, Contender, eval_every
 from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 from moesaic.training.trainer import Trainer

@@ -29,7 +29,7 @@ from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.cuda_graphs import CudaGraphs
-from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
+from moesaic.training.distributed import OneProcess, ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gate_training import resolve_gate_recipe
@@ -139,10 +139,7 @@ def fit(
     """
     check_positive("fit", eval_every=eval_every)
     device = check_device("fit", device)
-    if not len(dataset.train) or not len(dataset.test):
-        raise ValueError(
-            f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
-        )
+    _check_images(dataset)
     shared = create_parallel(parallel, device := local_device(device))
     if shared.ranks is not None:
         check_parallel(recipe, parallel, shared.ranks.size)
@@ -163,21 +160,15 @@ def fit(
         config["callbacks"] = named
     if teacher is not None:
         config["teacher"] = _fingerprint(teacher)
-        teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
-        teacher.eval()
+        OneProcess().place(teacher.eval(), device)
     if shared.ranks is not None:
         shared.ranks.check_same({name: value for name, value in config.items() if name not in ("device", "threads")})
         config["ranks"] = {"count": shared.ranks.size, "parallel": parallel}
     with ExitStack() as stack:
         run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config, shared.ranks)))
         shared.place(model, device)
-        complete = None if run_dir is None else run_dir.read_result()
-        if run_dir is not None and complete is not None:
-            if run_dir.writes:
-                load_weights(run_dir.network, model)
-            if shared.ranks is not None:
-                shared.ranks.copy_first(model)
-            model.eval()
+        complete = None if run_dir is None else _load_complete(run_dir, model, shared)
+        if complete is not None:
             progress.skip(recipe.epochs)
             return complete
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -231,6 +222,19 @@ def default_callbacks(
     return found
 
 
+def _load_complete(run_dir: RunDir, model: nn.Module, parallel: OneProcess) -> FitResult | None:
+    """Returns the result of a complete run, whose weights the model then has in eval mode; else None."""
+    complete = run_dir.read_result()
+    if complete is None:
+        return None
+    if run_dir.writes:
+        load_weights(run_dir.network, model)
+    if parallel.ranks is not None:
+        parallel.ranks.copy_first(model)
+    model.eval()
+    return complete
+
+
 def _graphs(
     asked: bool | None, device: torch.device, obstacle: str, short: bool, progress: Progress
 ) -> DeviceGraphs | None:
@@ -241,6 +245,13 @@ def _graphs(
         progress.log(f"training runs in eager mode, without CUDA graphs: {obstacle}")
         return None
     return CudaGraphs(device)
+
+
+def _check_images(dataset: ImageDataset) -> None:
+    if not len(dataset.train) or not len(dataset.test):
+        raise ValueError(
+            f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
+        )
 
 
 def _check_names(callbacks: Sequence[Callback]) -> None:
