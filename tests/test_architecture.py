@@ -32,7 +32,6 @@ LAYERS = (
         "intervals",
         "keyed_random",
         "torchrun_env",
-        "write_errors",
     },
 )
 
@@ -59,7 +58,6 @@ CORE = {
     "intervals",
     "keyed_random",
     "torchrun_env",
-    "write_errors",
 }
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names
 ALSO = {

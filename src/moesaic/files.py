@@ -28,6 +28,7 @@ __all__ = [
     "open_append",
     "remove_unfinished",
     "write_atomic",
+    "write_error_advice",
     "write_json",
     "write_new",
 ]
@@ -36,6 +37,8 @@ _UNFINISHED = ".unfinished"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK)
 """Errors of file systems that have no hard links, as those over buckets."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOT_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -127,6 +130,26 @@ def atomic_path(path: Path) -> Generator[Path]:
         with open(unfinished, "rb+") as written:
             os.fsync(written.fileno())
         _rename(unfinished, path)
+
+
+def write_error_advice(error: OSError, path: str | os.PathLike[str]) -> str:
+    """Returns what to do about a file that could not be written, as a clause that begins a sentence.
+
+    >>> write_error_advice(OSError(errno.ENOSPC, "No space left on device"), "runs/a/model.safetensors")
+    'Free space on that disk'
+    >>> write_error_advice(FileNotFoundError(errno.ENOENT, "No such file or directory"), "not-there/model.safetensors")
+    'The folder not-there is gone: it was removed or renamed; put it back'
+    """
+    folder = Path(path).parent
+    if error.errno in _DISK_FULL:
+        return "Free space on that disk"
+    if error.errno == errno.EFBIG:
+        return "Raise the limit on the size of files (ulimit -f)"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not folder.is_dir():
+        return f"The folder {folder} is gone: it was removed or renamed; put it back"
+    if error.errno in _NOT_WRITABLE:
+        return f"Make the folder {folder} writable"
+    return "Check that disk"
 
 
 def open_append(path: Path) -> BinaryIO:

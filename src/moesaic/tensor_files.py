@@ -20,9 +20,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from moesaic.checks import first_line, first_names, printable
-from moesaic.files import json_digest, write_atomic
+from moesaic.files import json_digest, write_atomic, write_error_advice
 from moesaic.validated_json import InvalidFile, parse_json
-from moesaic.write_errors import way_out
 
 __all__ = [
     "METADATA_KEY",
@@ -71,7 +70,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
         raise OSError(
             error.errno,
             f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. "
-            f"{way_out(error, path)} and run the same again: it resumes from the last checkpoint",
+            f"{write_error_advice(error, path)} and run the same again: it resumes from the last checkpoint",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Reads JSON that may be damaged, or written by a stranger: bounded, checked, with one type of error.
+"""Reads JSON that may be damaged or malicious: bounded, checked, with one type of error.
 
 A file is read up to a limit of bytes and parsed up to limits of depth and number of values; what passes is free of
 NaN and infinity unless they are asked for. `decode` then converts it to dataclasses by their annotations. Whatever is

@@ -17,10 +17,10 @@ from PIL import Image
 from moesaic.cli import faults, main
 from moesaic.cli.faults import escaped, run_guarded, signal_handlers, work_begins
 from moesaic.cli.shared import check_writable, make_folder, write_config
+from moesaic.files import write_error_advice
 from moesaic.training import interruption, trainer
 from moesaic.training.checkpoint import read_tensors
 from moesaic.training.train_step import TrainStep
-from moesaic.write_errors import way_out
 
 OPTIONS = "--model wrn10_1_pmoe --img-size 16 --epochs 2 --batch-size 8 --device cpu --cache-dir c"
 SMALL = [*OPTIONS.split(), "--out", "out"]
@@ -272,7 +272,7 @@ def test_a_folder_that_is_gone_is_not_called_a_full_disk(pets: Path, capsys, mon
     ],
 )
 def test_each_fault_of_a_disk_has_its_own_way_out(tmp_path: Path, number: int, advice: str):
-    assert way_out(OSError(number, "text"), tmp_path / "file") == advice.format(folder=tmp_path)
+    assert write_error_advice(OSError(number, "text"), tmp_path / "file") == advice.format(folder=tmp_path)
 
 
 @pytest.mark.parametrize(

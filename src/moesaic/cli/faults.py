@@ -200,14 +200,14 @@ def _explained(name: str, error: BaseException) -> str | None:
         advice = _MEMORY_ADVICE.get(name, "use a machine with more memory")
         return f"moesaic {name}: the memory is too small: {_first_line(error)}; {advice}"
     if isinstance(error, OSError) and error.errno is not None:
-        from moesaic.write_errors import way_out
+        from moesaic.files import write_error_advice
 
         path: str | bytes | None = error.filename2 or error.filename
         if path is None and error.strerror != os.strerror(error.errno):  # a message of our own says it all
             return f"moesaic {name}: {error.strerror}"
         # a write that fails does not know its file
         fault = f"{_text(path)} could not be used ({error.strerror})" if path else f"{error.strerror}"
-        advice = way_out(error, "file" if path is None else _text(path))
+        advice = write_error_advice(error, "file" if path is None else _text(path))
         kept = ": finished results are kept" if name in _RESUMABLE else ""
         return f"moesaic {name}: {fault}. {advice} and run the same again{kept}"
     return None

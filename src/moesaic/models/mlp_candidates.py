@@ -139,7 +139,7 @@ class _Parts:
     layers: Mapping[str, nn.Linear | nn.Conv2d]
     dropouts: Mapping[str, nn.Dropout]
     others: Mapping[str, nn.Module]
-    """The activation, and whatever experts do not have."""
+    """The activation, and what experts do not have."""
 
 
 def _parts(model: nn.Module, name: str) -> _Parts | str:
@@ -229,7 +229,7 @@ def _run(parts: _Parts) -> MLPUnit | str:
             trial = _Trial(parts, None)
             y, calls = trial.run(training=False)
         in_training, _ = trial.run(training=True)
-    except Exception as error:  # whatever the forward of a stranger raises
+    except Exception as error:  # a forward may raise anything
         why = first_line(error)
         return f"is a {type(parts.modules[parts.name]).__name__}, which does not run on tokens alone ({why})"
     order = [name for name in calls if name in parts.layers]

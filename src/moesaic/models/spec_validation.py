@@ -1,6 +1,6 @@
 """Validation of model specifications that come from files: an allow-list of arguments, and limits of their values.
 
-A specification in a checkpoint may be a stranger's. Its arguments reach constructors, timm's among them, so that only
+A specification in a checkpoint is untrusted input. Its arguments reach constructors, timm's among them, so that only
 names on a list pass: of our networks the options in their signatures, of timm's a fixed list, without those that name
 files or code (``checkpoint_path``, ``pretrained_cfg``, …). Values are plain: numbers and names, none of them larger
 than a network that a machine can hold.

@@ -1,6 +1,6 @@
 """Predictions as CSV: one row per image.
 
-Spreadsheets run cells that look like formulas, and file and class names may come from strangers. A path that begins
+Spreadsheets run cells that look like formulas, and file and class names may be malicious. A path that begins
 like a formula gets "./" in front, which names the same file; any other cell gets an apostrophe.
 """
 

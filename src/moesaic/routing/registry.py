@@ -2,7 +2,7 @@
 
 A name is ``"expert-choice"``, ``"token-choice"``, ``"soft"``, one that `register_router` added, or ``"module:Class"``.
 Only `import_router` imports a module, and only a user's own words reach it: names in checkpoint files are looked up by
-`registered_router`, so that a file from a stranger runs nothing.
+`registered_router`, so that an untrusted file runs nothing.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class CellStatus:
     seconds: float | None = None
     """How long it took, where it is done."""
     host: str = ""
-    """Of the worker, where there is one."""
+    """Machine of the worker, where there is one."""
     pid: int | None = None
     started: float | None = None
     """Unix time when the worker began with the cell, by its clock."""

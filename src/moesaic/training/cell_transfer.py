@@ -1,8 +1,8 @@
 """Carries cells between machines that share nothing: `merge_cells` joins folders, `pack_cells` makes one file of one.
 
-Finished cells go, with plans and with the networks that a comparison kept. An archive is a zip file, the same bytes for
-the same files, read back within the limits of `moesaic.data.file_sources`: nothing in it is executed or extracted by
-its own path. Two results of one specification must agree but for times; nothing is written if some do not.
+It copies finished cells, plans, and the networks that a comparison has saved. An archive is a zip file, the same bytes
+for the same files, read back within the limits of `moesaic.data.file_sources`: nothing in it is executed or extracted
+by its own path. Two results of one specification must agree but for times; nothing is written if some do not.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["ConflictingCells", "Merged", "first_difference", "merge_cells", "pac
 
 NETWORKS = "networks"
 _RUN_FILES = ("config.json", "metrics.jsonl", "model.safetensors", "result.json")
-"""Of a finished run; the result comes last."""
+"""Files of a finished run; the result is written last."""
 _TIME_KEYS = ("seconds",)
 """Keys of results that differ from one time to the next."""
 _CELL = re.compile(rf"{CELLS}/([A-Za-z0-9=.-]{{0,60}})-([0-9a-f]{{16}})\.json")
@@ -45,11 +45,11 @@ class Merged:
     """What a merge did."""
 
     cells: int
-    """That were added."""
+    """Cells that were added."""
     known: int
-    """That were there already, or in two sources."""
+    """Cells that were there already, or in two sources."""
     networks: int
-    """That were added."""
+    """Networks that were added."""
 
 
 @dataclass(frozen=True)

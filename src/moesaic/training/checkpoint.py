@@ -4,7 +4,7 @@ A network is one safetensors file, with what is needed to use it in its header: 
 names of its classes, how bytes become its input. Training in progress is another, which has everything that the
 next step depends on and is enough by itself. There is no pickle in either, so nothing in a file runs, and both have a
 checksum that is verified on loading. A file is written beside its place and then renamed: whatever exists is complete,
-and a full disk leaves the last one. A file may be a stranger's: its header is validated, its specification passes
+and a full disk leaves the last one. Files are untrusted: the header is validated, its specification passes
 `check_spec`, and shapes are compared on the meta device before any memory is taken for the network.
 """
 
@@ -60,14 +60,14 @@ class Metadata:
     class_names: tuple[str, ...]
     cluster_names: tuple[str, ...]
     normalize: Normalize | None
-    """From bytes to what the network sees; None where it is not as simple as that."""
+    """Normalization of pixels to the network's input; None where the transform is not a normalization."""
     input_shape: tuple[int, int, int]
     """Channels, height and width of the images it was trained on."""
     task_name: str
     metrics: Mapping[str, Any]
     """Epochs done, accuracy, accuracies of clusters: what was measured when it was written."""
     tested: str = ""
-    """Fingerprint of the images it was tested on, which none of those that it was trained on is among."""
+    """Fingerprint of the test images, none of which the network was trained on."""
 
     @classmethod
     def of(cls, dataset: ImageDataset, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Metadata:

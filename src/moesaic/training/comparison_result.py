@@ -24,11 +24,11 @@ class CurvePoint:
     """A test during training."""
 
     images: int
-    """Seen in training until then, with repetition."""
+    """Training images seen until then, with repetition."""
     accuracy: float
-    """On the test images, in percent."""
+    """Test accuracy in percent."""
     seconds: float
-    """Of training until then."""
+    """Seconds of training until then."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Run:
     samples: int
     trial: int
     accuracy: float
-    """On the test images at the end, in percent."""
+    """Test accuracy at the end, in percent."""
     groups: tuple[float, ...]
     """The same within each group; no number (NaN) where the test part has none of it. Empty: groups are classes."""
     curve: tuple[CurvePoint, ...]
     stopped: str
     """Why training ended: "all epochs" or "zero training error"."""
     seconds: float
-    """Of training, without tests."""
+    """Seconds of training, without tests."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +72,28 @@ class Comparison:
     """
 
     data: str
-    """What the images are called."""
+    """Name of the dataset."""
     digest: str
-    """Of images and labels."""
+    """Digest of images and labels."""
     classes: tuple[str, ...]
     groups: tuple[str, ...]
     """Names of groups other than classes, such as smiling × hair; empty where there are none."""
     pool: int
-    """Labelled images to choose from."""
+    """Number of training images to draw from."""
     tested: int
-    """Test images."""
+    """Number of test images."""
     guessing: float
-    """Accuracy, in percent, of who always names the commonest class."""
+    """Accuracy, in percent, of always predicting the most frequent class."""
     models: tuple[ComparedModel, ...]
     """The first is the one that others are compared with."""
     samples: tuple[int, ...]
-    """Rising."""
+    """Numbers of training images, in ascending order."""
     trials: int
     seed: int
     recipe: Mapping[str, Any]
     """How the networks were trained."""
     machine: str
-    """Where, in words."""
+    """Description of the machine."""
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
     """What a reader should know, such as images that were skipped."""

@@ -5,7 +5,7 @@ share of the loss of the whole batch, so that gradients are *summed*, whatever t
 noise, dropout and balance losses are those of the whole batch (`moesaic.ops.global_batch`).
 
 `DataParallel` sums gradients itself, in buckets during the backward pass, as DistributedDataParallel does, and not by
-it: the wrapper averages over ranks whose parts may differ in size, must be told of parameters without gradients, and
+it: the wrapper averages over ranks whose parts may differ in size, must know unused parameters in advance, and
 does not follow when layers are frozen during training. A gradient that is None on all ranks stays None, so that the
 optimizer leaves the weight alone, as in one process.
 

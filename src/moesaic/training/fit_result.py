@@ -1,4 +1,4 @@
-"""What training a network came to, epoch by epoch and in the end, as plain data."""
+"""The result of `fit`, epoch by epoch and in the end, as plain data."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Diverged(ArithmeticError):
 
 @dataclass(frozen=True)
 class Epoch:
-    """What an epoch came to: a line of metrics.jsonl."""
+    """The metrics of an epoch: a line of metrics.jsonl."""
 
     number: int
     """From 1."""
     loss: float
-    """Mean over its images at the moment they were trained on."""
+    """Mean training loss over the images of the epoch, each before its step."""
     train_accuracy: float
-    """In percent, over the same."""
+    """Training accuracy in percent, likewise."""
     test_accuracy: float | None
-    """In percent; None where it was not tested."""
+    """Test accuracy in percent; None where the epoch was not tested."""
     seconds: float
-    """Of training since the start: tests and checkpoints do not count."""
+    """Seconds of training since the start; tests and checkpoints do not count."""
     images_per_second: float
     lr: float
-    """Learning rate at its last step."""
+    """Learning rate at the last step."""
     alarms: tuple[str, ...] = ()
     """Warnings about layers, such as the collapse alarm's: each once in a run."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -72,7 +72,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class FitResult:
-    """What training came to.
+    """The result of `fit`.
 
     >>> epoch = Epoch(1, 0.5, 80.0, 75.0, 2.0, 500.0, 0.1)
     >>> found = FitResult((epoch,), 75.0, (70.0, 80.0), (70.0, 80.0), 2.0, 1000, "all epochs")
@@ -82,15 +82,15 @@ class FitResult:
 
     epochs: tuple[Epoch, ...]
     accuracy: float
-    """On the images to test on, in percent."""
+    """Test accuracy in percent."""
     class_accuracy: tuple[float, ...]
-    """In percent for each class; NaN where there is nothing to test on."""
+    """Test accuracy of each class in percent; NaN for classes without test images."""
     cluster_accuracy: tuple[float, ...]
-    """In percent for each cluster; NaN where there is nothing to test on."""
+    """Test accuracy of each cluster in percent; NaN for clusters without test images."""
     seconds: float
-    """Of training; tests and checkpoints do not count."""
+    """Seconds of training; tests and checkpoints do not count."""
     images: int
-    """Seen in training, with repetition."""
+    """Training images seen, with repetition."""
     stopped: str
     """Why it ended: "all epochs" or "zero training error"."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])

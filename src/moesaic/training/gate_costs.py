@@ -99,11 +99,11 @@ def shift_biases(model: DeepMoE, scores: Mapping[str, Tensor], target: float, bi
         patterns = {name: routing_of(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
         return mean_cost(model, patterns)
 
-    cheap, dear = 0.0, max(layer.most for layer in layers.values())
+    low, high = 0.0, max(layer.most for layer in layers.values())
     for _ in range(bisections):
-        middle = 0.5 * (cheap + dear)
-        cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
-    for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if cost(middle) > target else (middle, high)
+    for name, shift in shifts(min(low, high, key=lambda factor: abs(cost(factor) - target))).items():
         bias = heads[name].bias
         assert bias is not None, "resolve_gate_recipe refuses gates without"
         bias.sub_(shift)
@@ -114,7 +114,7 @@ class _Scores:
 
     def __init__(self, scores_BE: Tensor) -> None:
         self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # read one by one
-        self._ease = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
+        self._margin = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
         self._open = int((self._falling > 0).sum())
         self._min_open = len(scores_BE)  # one for each image
         self.most = len(self._falling) / max(self._open, 1)
@@ -127,7 +127,7 @@ class _Scores:
             return 0.0
         last = float(self._falling[wanted - 1])
         following = float(self._falling[wanted]) if wanted < len(self._falling) else last
-        return 0.5 * (last + following) if following < last else last - self._ease  # of equal ones all are open
+        return 0.5 * (last + following) if following < last else last - self._margin  # of equal ones all are open
 
 
 def layer_weights(model: DeepMoE, by: LayerWeights) -> list[float]:

@@ -1,4 +1,4 @@
-"""Training of the channel gates of DeepMoE networks: losses, control of the cost, a guard, and freezing.
+"""Training of the channel gates of DeepMoE networks: losses, control of the cost, closed layers, freezing.
 
 `GateTraining` computes what is added to the loss, and observes the gates of some batches. Whatever changes from step to
 step is on the device, so that a CUDA graph can replay it. At checks, every few steps, it waits for the device: λ and

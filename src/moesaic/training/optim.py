@@ -22,7 +22,7 @@ __all__ = ["GradientNorm", "NormalizedGD"]
 GradientNorm = Literal["print", "released"]
 
 _norm = cast("Callable[..., Tensor]", torch.linalg.vector_norm)
-_torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
+_torch: Any = torch  # what torch's own optimizers use to update many tensors at once has no public types
 
 
 class NormalizedGD(Optimizer):

@@ -194,7 +194,7 @@ def _check_agent() -> None:
 def _share_cores() -> None:
     """Sets the number of CPU threads: the ranks of a machine share its cores.
 
-    Without OMP_NUM_THREADS in its environment torchrun sets it to 1, so that 1 is nobody's choice.
+    Without OMP_NUM_THREADS in its environment torchrun sets it to 1, so that 1 does not mean that a user chose it.
     """
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         affinity: Any = getattr(os, "sched_getaffinity", None)

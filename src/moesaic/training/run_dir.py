@@ -24,6 +24,7 @@ from moesaic.files import (
     open_append,
     remove_unfinished,
     write_atomic,
+    write_error_advice,
     write_json,
 )
 from moesaic.models.registry import ModelSpec
@@ -34,7 +35,6 @@ from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.ranks import Ranks
 from moesaic.training.recipe import Recipe
 from moesaic.validated_json import decode, read_json, refused_as
-from moesaic.write_errors import way_out
 
 __all__ = ["FolderInUse", "RunDir", "describe_run"]
 
@@ -191,7 +191,7 @@ class RunDir:
             raise OSError(
                 error.errno,
                 f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
-                f"{way_out(error, path)} and run the same again: it resumes from the last checkpoint",
+                f"{write_error_advice(error, path)} and run the same again: it resumes from the last checkpoint",
             ) from error
 
 

@@ -1,7 +1,7 @@
 """Reads the folder of a training run, complete or in progress, for pages about the run.
 
 `RunDir` belongs to the run itself and locks the folder; this module only reads.
-The folder may be a stranger's: everything is checked, and what is wrong raises `InvalidFile`. Files that are not there
+The folder is untrusted: everything is checked, and what is wrong raises `InvalidFile`. Files that are not there
 yet are left out.
 """
 
@@ -27,7 +27,7 @@ RUN_FILES = ("config.json", "metrics.jsonl", "result.json", PREDICTIONS)
 
 _LINE_LIMITS = JsonLimits(bytes=1 << 22, depth=8, values=100_000)
 _MAX_NUMBER = 1e15
-"""Numbers beyond are not those of a run."""
+"""Larger numbers are not those of a run."""
 _ADVICE = "name the folder of a run of moesaic train"
 
 

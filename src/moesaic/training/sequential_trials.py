@@ -36,9 +36,9 @@ LOOK_ERROR = 0.0068
 LEVEL_MARGIN = 1.0
 """Points of accuracy: models whose interval lies within this margin of 0 are level, and no trial is added."""
 MANY_TRIALS = 100
-"""More further trials than these are as good as never."""
+"""Larger numbers of further trials are not reported."""
 _FUTILE_FROM = 6
-"""Trials before which the observed difference says too little to give up on it."""
+"""Trials before which the observed difference is too uncertain to stop for futility."""
 
 
 def sequential_difference(values: Sequence[float] | Array, quantum: float) -> Estimate:

@@ -79,7 +79,7 @@ class _TensorBoard:
 
 
 class _Project:
-    """W&B, and Trackio, which has the same face."""
+    """W&B, and Trackio, which has the same interface."""
 
     def __init__(self, package: Any, out: Path, project: str, more: Mapping[str, Any]) -> None:
         self._package = package

@@ -31,7 +31,7 @@ __all__ = ["CompileError", "TrainStep", "build_optimizers", "set_learning_rate"]
 
 T = TypeVar("T")
 
-_torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
+_torch: Any = torch  # what torch's own optimizers use to update many tensors at once has no public types
 
 
 class CompileError(RuntimeError):
