@@ -69,7 +69,7 @@ class Holder:
     def of_this_process(cls) -> Holder:
         """The calling process, with a new token."""
         host, pid = platform.node() or "unknown", os.getpid()
-        return cls(host, pid, round(time.time(), 3), _machine(), _process_start(pid), secrets.token_hex(8))
+        return cls(host, pid, round(time.time(), 3), _machine(), _process_stat(pid)[1], secrets.token_hex(8))
 
     def to_bytes(self) -> bytes:
         """The content of the file."""
@@ -324,10 +324,6 @@ def _machine() -> str:
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
         return f"{platform.node()} {uuid.getnode():x}"
-
-
-def _process_start(pid: int) -> str:
-    return _process_stat(pid)[1]
 
 
 def _process_stat(pid: int) -> tuple[str, str]:

@@ -16,8 +16,7 @@ from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.pretrained import PretrainedConfig, load_pretrained
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
 from moesaic.models.resnet import ResNet, ResNet18
-from moesaic.models.skip import skip
-from moesaic.models.skip_record import applied_skips
+from moesaic.models.skip import applied_skips, skip
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.vgg import VGG16

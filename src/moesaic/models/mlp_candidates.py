@@ -153,16 +153,13 @@ def _parts(model: nn.Module, name: str) -> _Parts | str:
     layers = {each: child for each, child in children.items() if isinstance(child, nn.Linear | nn.Conv2d)}
     if len(layers) != 2:
         kind = type(modules[name]).__name__
-        gated = ", as gated MLPs (SwiGLU) have" if _are_linear(layers.values()) and len(layers) == 3 else ""
+        is_gated = len(layers) == 3 and all(isinstance(layer, nn.Linear) for layer in layers.values())
+        gated = ", as gated MLPs (SwiGLU) have" if is_gated else ""
         return f"is a {kind} with {len(layers)} Linear or Conv2d layers of its own{gated}; an MLP has two"
     dropouts = {each: child for each, child in children.items() if isinstance(child, nn.Dropout)}
     known = {*layers, *dropouts, *(each for each, child in children.items() if isinstance(child, nn.Identity))}
     others = {each: child for each, child in children.items() if each not in known}
     return _Parts(name, modules, layers, dropouts, others)
-
-
-def _are_linear(layers: Iterable[nn.Module]) -> bool:
-    return all(isinstance(layer, nn.Linear) for layer in layers)
 
 
 def _output_of(model: nn.Module, name: str) -> str | None:

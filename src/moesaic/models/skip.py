@@ -21,14 +21,14 @@ from moesaic.models.convert_plan import new_weights
 from moesaic.models.inspection import first_weight
 from moesaic.models.layer_inputs import OTHER_SIZE, input_shape
 from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
-from moesaic.models.skip_record import record_skips
 from moesaic.models.vit import PatchEmbed
 from moesaic.routing.keep_choice import KeepChoice, KeepGate
 
-__all__ = ["skip", "skip_options"]
+__all__ = ["applied_skips", "skip", "skip_options"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
+_RECORD = "_moesaic_skips"
 _EXAMPLE_TOKENS = 6
 """Tokens behind the prefix that blocks are tried on where the size of images is unknown."""
 
@@ -97,8 +97,31 @@ def skip(
         if shape is not None:
             trace_calls(model, shape, f"no longer runs with {', '.join(map(repr, found))} skipping tokens")
     given = {**options, "dim": dim, "seed": seed, "input_size": None if shape is None else list(shape)}
-    record_skips(model, [{"skip": name, **given} for name in found])
+    records = [{"skip": name, **given} for name in found]
+    model.__dict__[_RECORD] = [*model.__dict__.get(_RECORD, ()), *records]
     return model
+
+
+def applied_skips(model: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Returns what `skip` did to a model, as entries of ``ModelSpec.conversions``; blocks are given by their names.
+
+    Where layers were converted as well, the entries go behind those of `applied_conversions` if the layers were
+    converted first, as the names of layers in a block change with it.
+
+    >>> import moesaic
+    >>> from moesaic.models import ModelSpec
+    >>> model = moesaic.create_model("vit_tiny_patch4_32", num_classes=2, depth=2)
+    >>> _ = moesaic.skip(model, "blocks.1", keep=0.25)
+    >>> applied_skips(model)[0]["skip"], applied_skips(model)[0]["keep"]
+    ('blocks.1', 0.25)
+    >>> again = ModelSpec("vit_tiny_patch4_32", {"num_classes": 2, "depth": 2}, applied_skips(model)).build()
+    """
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+    return tuple(
+        {**record, "skip": f"{name}.{record['skip']}".lstrip(".")}
+        for name, module in modules
+        for record in module.__dict__.get(_RECORD, ())
+    )
 
 
 def skip_options() -> tuple[str, ...]:
