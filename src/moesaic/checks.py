@@ -107,11 +107,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def first_names(names: Sequence[str], most: int = 3) -> str:
+def first_names(names: Sequence[str], limit: int = 3) -> str:
     """Returns the first of some names from a file, and how many more there are.
 
     >>> first_names(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(printable, names[:most])) + more
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(printable, names[:limit])) + more

@@ -270,7 +270,7 @@ def collect_outputs(
 
 
 def explain(
-    found: ForwardPass,
+    outputs: ForwardPass,
     class_names: Sequence[str],
     *,
     labels: Tensor | None = None,
@@ -282,7 +282,7 @@ def explain(
     """Summarises the routing of a `ForwardPass`.
 
     Args:
-        found: predictions and routing, from `collect_outputs`.
+        outputs: predictions and routing, from `collect_outputs`.
         class_names: one name for each output of the network.
         labels: true classes (B,); without them classes are the predicted ones, and there is no accuracy.
         groups: another grouping (B,) of the images, such as by a feature that the network should ignore; its
@@ -296,21 +296,21 @@ def explain(
     >>> moe = moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=1, patch_size=4)
     >>> model = nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     >>> pixels = torch.randint(0, 256, (6, 3, 8, 8), dtype=torch.uint8)
-    >>> found = collect_outputs(model, pixels, lambda pixels: pixels / 255)
-    >>> explanation = explain(found, ["cat", "dog"], labels=torch.tensor([0, 0, 0, 1, 1, 1]))
+    >>> outputs = collect_outputs(model, pixels, lambda pixels: pixels / 255)
+    >>> explanation = explain(outputs, ["cat", "dog"], labels=torch.tensor([0, 0, 0, 1, 1, 1]))
     >>> explanation.class_images, explanation.layers[0].grid, len(explanation.layers[0].top_patches[1])
     ((3, 3), (2, 2), 6)
     """
     check_positive("explain", top_patches=top_patches)
-    B, K = found.probabilities.shape
+    B, K = outputs.probabilities.shape
     if len(class_names) != K:
         raise ValueError(
             f"explain: {len(class_names)} class names for a network with {K} outputs; give one name for each output"
         )
-    predicted = found.probabilities.argmax(1)
+    predicted = outputs.probabilities.argmax(1)
     classes = predicted if labels is None else labels.cpu().long()
     correct = None if labels is None else predicted == classes
-    channels = {name: routing for name, routing in found.routing.items() if routing.unit == "channel"}
+    channels = {name: routing for name, routing in outputs.routing.items() if routing.unit == "channel"}
     return Explanation(
         images=B,
         by="prediction" if labels is None else "label",
@@ -320,17 +320,17 @@ def explain(
         class_accuracy=_accuracies(correct, classes, class_names),
         group_accuracy=_accuracies(correct, groups, group_names),
         layers=tuple(
-            _layer(name, routing, found.fields.get(name), classes, K, top_patches, seed)
-            for name, routing in found.routing.items()
+            _layer(name, routing, outputs.fields.get(name), classes, K, top_patches, seed)
+            for name, routing in outputs.routing.items()
             if name not in channels
         ),
         channels=explain_channels(
             channels,
-            found.blocks,
-            found.gated,
+            outputs.blocks,
+            outputs.gated,
             classes=classes,
             class_names=class_names,
-            probabilities=found.probabilities,
+            probabilities=outputs.probabilities,
             correct=correct,
             seed=seed,
         )

@@ -315,12 +315,12 @@ def summary(routing: Routing) -> Summary:
     )
 
 
-def cluster_counts(who: str, routing: Routing, clusters: Labels) -> tuple[NDArray[np.int64], Tensor]:
+def cluster_counts(owner: str, routing: Routing, clusters: Labels) -> tuple[NDArray[np.int64], Tensor]:
     """The sorted labels, and (K, E) on the CPU: the number of units of each label per expert.
 
     Counts are int64; for a soft router they are total weights.
     """
-    labels, cluster = np.unique(_cluster_labels(who, routing, clusters).flatten().long().numpy(), return_inverse=True)
+    labels, cluster = np.unique(_cluster_labels(owner, routing, clusters).flatten().long().numpy(), return_inverse=True)
     work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
     count_KE = work_BNE.new_zeros(len(labels), routing.experts, device="cpu")
     return labels, count_KE.index_add(0, torch.from_numpy(cluster), work_BNE.flatten(0, 1).cpu())
@@ -369,9 +369,9 @@ def mean_of_pairs(matrix_EE: Tensor) -> Tensor:
     return (matrix_EE.sum() - matrix_EE.trace()) / max(1, experts * (experts - 1))
 
 
-def check_fraction(who: str, name: str, value: float) -> None:
+def check_fraction(owner: str, name: str, value: float) -> None:
     if not 0 < value <= 1:
-        raise ValueError(f"{who}: {name}={value} is out of range; use a number above 0 and at most 1")
+        raise ValueError(f"{owner}: {name}={value} is out of range; use a number above 0 and at most 1")
 
 
 def _options(routing: Routing) -> Tensor:

@@ -49,14 +49,14 @@ def convertible_layers(model: nn.Module, *, input_size: int | Sequence[int] | No
 
 
 def find_layers(
-    model: nn.Module, wanted: str | Sequence[str], units: Mapping[str, MLPUnit], traced: LayerInputs | None
+    model: nn.Module, layers: str | Sequence[str], units: Mapping[str, MLPUnit], traced: LayerInputs | None
 ) -> dict[str, Convertible]:
     """Returns what matches names, patterns or rules, in the model's order; refuses what it cannot convert.
 
     A pattern that matches MLPs, which are ``units``, is for these alone; the rules ``"last-2"`` and ``"every-2"`` count
     them.
     """
-    patterns = [wanted] if isinstance(wanted, str) else list(wanted)
+    patterns = [layers] if isinstance(layers, str) else list(layers)
     modules = dict(all_named_modules(model))
     found: set[str] = set()
     for pattern in patterns:

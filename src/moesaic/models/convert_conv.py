@@ -47,28 +47,28 @@ class ChannelsLastPatchMoE(PatchMoE):
 def plan_conv(
     name: str,
     old: nn.Conv2d | nn.Linear,
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     router: RouterLike,
     init: Init,
     seed: int,
     maps: MapSizes | None,
 ) -> Replacement:
-    """Plans the ``PatchMoE`` in place of a layer, with the options of `convert` that are ``given``."""
+    """Plans the ``PatchMoE`` in place of a layer, with the ``arguments`` of `convert`."""
     counted = has_patch_count(router)
-    if not counted and given["patches_per_expert"] is not None:
+    if not counted and arguments["patches_per_expert"] is not None:
         raise ValueError(
-            f"convert: patches_per_expert={given['patches_per_expert']}, but router={router!r} has no such number; "
+            f"convert: patches_per_expert={arguments['patches_per_expert']}, but router={router!r} has no such number; "
             "leave it out"
         )
-    count = given["patches_per_expert"] if counted else 1
-    p, L = _patches(name, given["experts"], given["patch_size"], given["pad"], count, maps)
+    count = arguments["patches_per_expert"] if counted else 1
+    p, L = _patches(name, arguments["experts"], arguments["patch_size"], arguments["pad"], count, maps)
     options: dict[str, Any] = {
-        "experts": given["experts"],
+        "experts": arguments["experts"],
         "patches_per_expert": L if counted else None,
         "patch_size": p,
-        "gate": given["gate"] or "softmax_selected",
-        **{option: given[option] for option in ("gate_on", "context", "expert_norm", "combine")},
-        **({"pad": True} if given["pad"] else {}),  # earlier versions have no such option
+        "gate": arguments["gate"] or "softmax_selected",
+        **{option: arguments[option] for option in ("gate_on", "context", "expert_norm", "combine")},
+        **({"pad": True} if arguments["pad"] else {}),  # earlier versions have no such option
     }
     new = _replacement(name, old, options, router, init, seed)
     return Replacement({name: new}, {"layer": name, **options, "context": new.context})

@@ -61,24 +61,29 @@ class AddResidual(nn.Module):
 def plan_mlp(
     model: nn.Module,
     unit: MLPUnit,
-    given: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     traced: LayerInputs | None,
     activations: Tensor | None,
 ) -> Replacement:
-    """Plans the ``TokenMoE`` in place of an MLP, with the options of `convert` that are ``given``."""
+    """Plans the ``TokenMoE`` in place of an MLP, with the ``arguments`` of `convert`."""
     inputs = () if traced is None else traced.tokens[unit.name]
-    E, init, seed, router = given["experts"], cast("Init", given["init"]), given["seed"], given["router"]
+    E, init, seed, router = (
+        arguments["experts"],
+        cast("Init", arguments["init"]),
+        arguments["seed"],
+        arguments["router"],
+    )
     if init == "split" and unit.hidden_dim % E:
         raise ValueError(
             f"convert: {unit.name!r} has {unit.hidden_dim} hidden neurons, which {E} experts cannot share under "
             f"init='split'; use {nearest_divisors(unit.hidden_dim, E)} experts"
         )
     prefix_tokens = _prefix_tokens(model, unit, inputs)
-    if given["prefix"] is not None and not prefix_tokens:
+    if arguments["prefix"] is not None and not prefix_tokens:
         raise ValueError(
-            f"convert: prefix={given['prefix']!r}, but {unit.name!r} has no class or register tokens; leave it out"
+            f"convert: prefix={arguments['prefix']!r}, but {unit.name!r} has no class or register tokens; leave it out"
         )
-    options = _routing_options(unit, given, inputs)
+    options = _routing_options(unit, arguments, inputs)
     kind = ChannelsFirstTokenMoE if unit.channels_first else TokenMoE
     bias = unit.fc1.bias is not None or unit.fc2.bias is not None
     hidden = unit.hidden_dim // E if init == "split" else unit.hidden_dim
@@ -90,7 +95,7 @@ def plan_mlp(
             bias=bias,
             dropout=unit.dropout,
             prefix_tokens=prefix_tokens,
-            prefix=given["prefix"] or "join",
+            prefix=arguments["prefix"] or "join",
             grid=_grid(model, unit, inputs, prefix_tokens),
             router=_router(unit.in_dim, E, options, router, init),
         )
@@ -101,7 +106,7 @@ def plan_mlp(
     modules: dict[str, nn.Module] = {unit.name: new}
     if unit.output_name is not None:
         modules[unit.output_name] = AddResidual() if unit.adds_residual else nn.Identity()
-    named = {name: value for name, value in {**options, "prefix": given["prefix"]}.items() if value is not None}
+    named = {name: value for name, value in {**options, "prefix": arguments["prefix"]}.items() if value is not None}
     return Replacement(modules, {"layer": unit.name, "experts": E, **named})
 
 
@@ -119,10 +124,10 @@ def _start(unit: MLPUnit, new: TokenMoE, init: Init, activations: Tensor | None,
         split_mlp(unit, new.experts, neurons, scale=E if isinstance(new.router, SoftRouter) else 1)
 
 
-def _routing_options(unit: MLPUnit, given: Mapping[str, Any], inputs: Sequence[TokenInput]) -> dict[str, Any]:
-    """The options of the router: as given, or by default."""
-    router, E = given["router"], given["experts"]
-    L, capacity, top_k, gate = (given[name] for name in ("tokens_per_expert", "capacity", "top_k", "gate"))
+def _routing_options(unit: MLPUnit, arguments: Mapping[str, Any], inputs: Sequence[TokenInput]) -> dict[str, Any]:
+    """The options of the router, from the arguments of `convert` or by default."""
+    router, E = arguments["router"], arguments["experts"]
+    L, capacity, top_k, gate = (arguments[name] for name in ("tokens_per_expert", "capacity", "top_k", "gate"))
     if L is not None and capacity is not None:
         raise ValueError(
             f"convert: tokens_per_expert={L} and capacity={capacity} both say how many tokens an expert takes; leave "

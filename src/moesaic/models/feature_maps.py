@@ -107,19 +107,19 @@ class FeatureMaps(nn.Module):
         cast("Any", self.model).set_grad_checkpointing(enable)
 
 
-def take_indices(maps: int, wanted: OutIndices) -> tuple[int, ...]:
-    """Returns the numbers of the wanted maps, counted from the start.
+def take_indices(maps: int, indices: OutIndices) -> tuple[int, ...]:
+    """Returns the numbers of the chosen maps, counted from the start.
 
     >>> take_indices(5, None), take_indices(5, 2), take_indices(5, (0, -1))
     ((0, 1, 2, 3, 4), (3, 4), (0, 4))
     """
-    if wanted is None:
+    if indices is None:
         return tuple(range(maps))
-    if isinstance(wanted, int):
-        if not 0 < wanted <= maps:
-            raise ValueError(f"out_indices={wanted}; the network has {maps} maps: use the last 1 to {maps}")
-        return tuple(range(maps - wanted, maps))
-    found = [maps + number if number < 0 else number for number in wanted]
+    if isinstance(indices, int):
+        if not 0 < indices <= maps:
+            raise ValueError(f"out_indices={indices}; the network has {maps} maps: use the last 1 to {maps}")
+        return tuple(range(maps - indices, maps))
+    found = [maps + number if number < 0 else number for number in indices]
     if not found or not all(0 <= number < maps for number in found):
-        raise ValueError(f"out_indices={tuple(wanted)}; the network has {maps} maps: use numbers from 0 to {maps - 1}")
+        raise ValueError(f"out_indices={tuple(indices)}; the network has {maps} maps: use numbers from 0 to {maps - 1}")
     return tuple(found)

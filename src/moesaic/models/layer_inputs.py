@@ -39,18 +39,18 @@ class LayerInputs:
     """Of each MLP that ran."""
 
 
-def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[int, int, int] | None:
-    """Returns (C, H, W) of the model's images: as given, or as a model of timm or transformers has it."""
-    if given is None:
-        given = _own_shape(model)
-        if given is None:
+def input_shape(model: nn.Module, input_size: int | Sequence[int] | None) -> tuple[int, int, int] | None:
+    """Returns (C, H, W) of the model's images: ``input_size``, or that which a model of timm or transformers has."""
+    if input_size is None:
+        input_size = _own_shape(model)
+        if input_size is None:
             return None
-    if isinstance(given, int):
+    if isinstance(input_size, int):
         first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-        given = (3 if first is None else first.in_channels, given, given)
-    if len(given) != 3 or any(not hasattr(size, "__index__") or size < 1 for size in given):
-        raise ValueError(f"convert: input_size={given!r}; give the side of square images, or (C, H, W)")
-    return given[0], given[1], given[2]
+        input_size = (3 if first is None else first.in_channels, input_size, input_size)
+    if len(input_size) != 3 or any(not hasattr(size, "__index__") or size < 1 for size in input_size):
+        raise ValueError(f"convert: input_size={input_size!r}; give the side of square images, or (C, H, W)")
+    return input_size[0], input_size[1], input_size[2]
 
 
 def _own_shape(model: nn.Module) -> int | Sequence[int] | None:

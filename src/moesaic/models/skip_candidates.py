@@ -66,7 +66,7 @@ def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hin
     return calls
 
 
-def find_blocks(model: nn.Module, wanted: str | Sequence[str]) -> dict[str, nn.Module]:
+def find_blocks(model: nn.Module, blocks: str | Sequence[str]) -> dict[str, nn.Module]:
     """Returns the modules that names, patterns or rules ask for, in the model's order.
 
     >>> model = nn.Sequential(*[nn.Sequential(nn.Linear(2, 2)) for _ in range(4)])
@@ -75,7 +75,7 @@ def find_blocks(model: nn.Module, wanted: str | Sequence[str]) -> dict[str, nn.M
     """
     modules = {name: module for name, module in all_named_modules(model) if name}
     found: set[str] = set()
-    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+    for pattern in [blocks] if isinstance(blocks, str) else blocks:
         rule = _RULE.fullmatch(pattern)
         if rule is not None:
             found |= set(_by_rule(model, pattern, int(rule[2])))

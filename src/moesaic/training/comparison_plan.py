@@ -154,10 +154,10 @@ def plan_comparison(
 def _plan(
     runs: ComparisonRuns, contenders: Sequence[Contender], grid: Grid, costs: Mapping[str, RunCost], workers: int
 ) -> ComparisonPlan:
-    def missing(who: Contender, trials: range) -> list[int]:
+    def missing(contender: Contender, trials: range) -> list[int]:
         """The number of samples of each run that is left to do."""
         cells = itertools.product(trials, grid.samples)
-        return [size for trial, size in cells if runs.find(who, size, trial) is None]
+        return [size for trial, size in cells if runs.find(contender, size, trial) is None]
 
     models: list[ModelPlan] = []
     features = most = 0.0
@@ -227,13 +227,13 @@ def measure_costs(
 
 
 def _small_images(
-    runs: ComparisonRuns, who: Contender, samples: int, log: Callable[[str], None]
+    runs: ComparisonRuns, contender: Contender, samples: int, log: Callable[[str], None]
 ) -> tuple[ImageDataset, float, str]:
     """Images to measure with, the seconds that features of all images will take, and the backbone of these."""
-    dataset = runs.normalized(who)
-    model = runs.backbone_of(who, dataset)
+    dataset = runs.normalized(contender)
+    model = runs.backbone_of(contender, dataset)
     if model is not None and has_cached_features(dataset, model, runs.cache_dir):
-        return _few(runs.images_of(who, log), runs.recipe, samples), 0.0, ""
+        return _few(runs.images_of(contender, log), runs.recipe, samples), 0.0, ""
     small = _few(dataset, runs.recipe, samples)
     if model is None:
         return small, 0.0, ""
@@ -276,12 +276,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _measure(runs: ComparisonRuns, who: Contender, small: ImageDataset) -> RunCost:
+def _measure(runs: ComparisonRuns, contender: Contender, small: ImageDataset) -> RunCost:
     start, clock = _now(), _StepTimes()
     with torch.random.fork_rng(devices=[]):
-        model = who.spec.build()
+        model = contender.spec.build()
     # steps of length 0 take as long as others, and cannot diverge
-    recipe = replace(runs.recipe_of(who), epochs=_TIMED_EPOCHS, warmup_epochs=None, lr=0.0)
+    recipe = replace(runs.recipe_of(contender), epochs=_TIMED_EPOCHS, warmup_epochs=None, lr=0.0)
     fit(
         model,
         small,

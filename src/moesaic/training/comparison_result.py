@@ -134,9 +134,9 @@ class Comparison:
         return tuple(sorted(runs, key=lambda run: run.trial))
 
 
-def write_comparison(path: Path, found: Comparison, derived: Mapping[str, Any] | None = None) -> None:
+def write_comparison(path: Path, comparison: Comparison, derived: Mapping[str, Any] | None = None) -> None:
     """Write result.json, with what was ``derived`` from the runs beside them; a reader never sees half a file."""
-    write_json(path, {**(derived or {}), **asdict(found)})
+    write_json(path, {**(derived or {}), **asdict(comparison)})
 
 
 def read_comparison(path: Path) -> Comparison:

@@ -110,24 +110,24 @@ class ComparisonRuns:
         progress.end()
         return [_run(*each, result.result) for each, result in zip(wanted, results, strict=True)]
 
-    def find(self, who: Contender, samples: int, trial: int) -> Run | None:
+    def find(self, contender: Contender, samples: int, trial: int) -> Run | None:
         """The run, if it is finished."""
-        cached = self._cached(who, samples, trial)
-        return None if cached is None else _run(who, samples, trial, cached.result)
+        cached = self._cached(contender, samples, trial)
+        return None if cached is None else _run(contender, samples, trial, cached.result)
 
-    def _cached(self, who: Contender, samples: int, trial: int) -> CachedResult | None:
-        return self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
+    def _cached(self, contender: Contender, samples: int, trial: int) -> CachedResult | None:
+        return self.cells.find(_name(contender, samples, trial), self._content(contender, samples, trial))
 
-    def work(self, who: Contender, samples: int, trial: int, *, keep: bool) -> CellWork:
+    def work(self, contender: Contender, samples: int, trial: int, *, keep: bool) -> CellWork:
         """Returns the run as work to be done; ``keep`` is whether the trained network is kept."""
-        name, content = _name(who, samples, trial), self._content(who, samples, trial)
+        name, content = _name(contender, samples, trial), self._content(contender, samples, trial)
         folder = self.out / "networks" / self.cells.path(name, content).stem
 
         def train(progress: Progress) -> dict[str, Any]:
-            images = self.images_of(who, progress.log)
+            images = self.images_of(contender, progress.log)
             progress.begin(name, self.recipe.epochs)
             # on features a run takes seconds, and files of a whole network as long
-            found = self._train(who, samples, trial, folder if keep or not images.backbone else None, progress)
+            found = self._train(contender, samples, trial, folder if keep or not images.backbone else None, progress)
             progress.end()
             return found
 
@@ -138,19 +138,19 @@ class ComparisonRuns:
         return CellWork(name, content, self.recipe.epochs, train, remove)
 
     def _train(
-        self, who: Contender, samples: int, trial: int, folder: Path | None, progress: Progress
+        self, contender: Contender, samples: int, trial: int, folder: Path | None, progress: Progress
     ) -> dict[str, Any]:
         key = keyed_random.keys(self.seed, [trial])
         number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            spec = who.spec.with_seed(number)
+            spec = contender.spec.with_seed(number)
             model = spec.build()
         try:
             found = fit(
                 model,
-                self.images_of(who, progress.log).subset(samples, number),
-                self.recipe_of(who),
+                self.images_of(contender, progress.log).subset(samples, number),
+                self.recipe_of(contender),
                 seed=number,
                 device=self.device,
                 out=folder,
@@ -160,44 +160,44 @@ class ComparisonRuns:
                 test_features=True,
             )
         except Diverged as error:
-            raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
+            raise Diverged(f"{_name(contender, samples, trial)}: {error}") from error
         return _cell_result(found, samples, has_groups(self.dataset))
 
-    def images_of(self, who: Contender, log: Callable[[str], None]) -> ImageDataset:
+    def images_of(self, contender: Contender, log: Callable[[str], None]) -> ImageDataset:
         """The images as a model takes them; features are computed where these stand for them."""
-        if who.model.name not in self.images:
-            dataset = self.normalized(who)
-            model = self.backbone_of(who, dataset)
+        if contender.model.name not in self.images:
+            dataset = self.normalized(contender)
+            model = self.backbone_of(contender, dataset)
             if model is not None:
                 options: dict[str, Any] = {"cache_dir": self.cache_dir, "device": self.device}
                 dataset = add_features(dataset, model, **options, log=log)
-            self.images[who.model.name] = dataset
-        return self.images[who.model.name]
+            self.images[contender.model.name] = dataset
+        return self.images[contender.model.name]
 
-    def normalized(self, who: Contender) -> ImageDataset:
+    def normalized(self, contender: Contender) -> ImageDataset:
         """The images with the normalization of a model."""
-        config = who.spec.pretrained_config()
+        config = contender.spec.pretrained_config()
         if not config.mean or not config.std:
             return self.dataset
         return self.dataset.with_normalize(Normalize(config.mean, config.std))
 
-    def backbone_of(self, who: Contender, dataset: ImageDataset) -> nn.Module | None:
+    def backbone_of(self, contender: Contender, dataset: ImageDataset) -> nn.Module | None:
         """The model, where its features stand for the images of a dataset; None where they do not."""
-        if self.recipe_of(who).trainable != "head":
+        if self.recipe_of(contender).trainable != "head":
             return None
         with torch.random.fork_rng(devices=[]):
-            model = who.spec.build()
+            model = contender.spec.build()
         return None if refuses_features(model, dataset) else model
 
-    def recipe_of(self, who: Contender) -> Recipe:
+    def recipe_of(self, contender: Contender) -> Recipe:
         """The recipe of a model: layers are frozen in pretrained ones alone."""
-        if not who.spec.is_pretrained:
+        if not contender.spec.is_pretrained:
             return replace(self.recipe, trainable="all", layer_decay=None)
-        return head_recipe(self.recipe, who.spec.arguments.get("head")) if self.head_lrs else self.recipe
+        return head_recipe(self.recipe, contender.spec.arguments.get("head")) if self.head_lrs else self.recipe
 
-    def _content(self, who: Contender, samples: int, trial: int) -> dict[str, Any]:
+    def _content(self, contender: Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on; of a file of weights, its digest."""
-        model = who.spec.to_json()
+        model = contender.spec.to_json()
         model["arguments"].pop("weights", None)
         return {
             "model": model,
@@ -205,7 +205,7 @@ class ComparisonRuns:
             "samples": samples,
             "trial": trial,
             "seed": self.seed,
-            "recipe": self.recipe_of(who).cell_spec(),
+            "recipe": self.recipe_of(contender).cell_spec(),
             "device": self.device.type,
             **self.settings,
         }
@@ -232,9 +232,9 @@ def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, 
     }
 
 
-def _run(who: Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
-    return run_from_json({"model": who.model.name, "samples": samples, "trial": trial, **result})
+def _run(contender: Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
+    return run_from_json({"model": contender.model.name, "samples": samples, "trial": trial, **result})
 
 
-def _name(who: Contender, samples: int, trial: int) -> str:
-    return f"{who.model.name}, {samples} samples, trial {trial + 1}"
+def _name(contender: Contender, samples: int, trial: int) -> str:
+    return f"{contender.model.name}, {samples} samples, trial {trial + 1}"

@@ -88,9 +88,9 @@ class Exported:
     expected: tuple[Tensor, ...]
     """The network's own logits for them."""
 
-    def difference(self, found: tuple[Tensor, ...]) -> float:
+    def difference(self, logits: tuple[Tensor, ...]) -> float:
         """The largest difference between the logits of the file and those of the network."""
-        pairs = zip(self.expected, found, strict=True)
+        pairs = zip(self.expected, logits, strict=True)
         return max(float((mine - other.detach()).abs().max()) for mine, other in pairs)
 
 

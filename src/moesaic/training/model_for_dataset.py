@@ -19,10 +19,10 @@ from moesaic.models.spec_validation import check_spec
 __all__ = ["head_note", "spec_for_dataset"]
 
 
-def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
+def spec_for_dataset(requested: ModelSpec | str, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
     """Returns the specification of a network for a dataset's images and classes, and its cost for one image.
 
-    ``asked`` is a specification without what follows from the dataset, or a model string (`ModelSpec.parse`). The
+    ``requested`` is a specification without what follows from the dataset, or a model string (`ModelSpec.parse`). The
     network is built and run on one image, so that a network that does not fit is refused at once.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
@@ -35,13 +35,13 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
     >>> round(cost.routed_macs / cost.routed_dense_macs, 2)
     0.14
     """
-    asked = ModelSpec.parse(asked) if isinstance(asked, str) else asked
+    requested = ModelSpec.parse(requested) if isinstance(requested, str) else requested
     C, H, W = dataset.train.pixels.shape[1:]
     about: dict[str, Any] = {"in_channels": C, "image_size": H}
-    known = {option: value for option, value in about.items() if option in model_options(asked.name)}
-    arguments = {"num_classes": dataset.num_classes, **known, **asked.arguments}
-    conversions = tuple({"input_size": [C, H, W], **conversion} for conversion in asked.conversions)
-    spec = ModelSpec(asked.name, arguments, conversions).with_digest()
+    known = {option: value for option, value in about.items() if option in model_options(requested.name)}
+    arguments = {"num_classes": dataset.num_classes, **known, **requested.arguments}
+    conversions = tuple({"input_size": [C, H, W], **conversion} for conversion in requested.conversions)
+    spec = ModelSpec(requested.name, arguments, conversions).with_digest()
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
         if (fitting := _fit_head(spec, model, (C, H, W))) is not spec:
@@ -57,10 +57,10 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
         ) from error
 
 
-def head_note(asked: ModelSpec, spec: ModelSpec) -> str | None:
+def head_note(requested: ModelSpec, spec: ModelSpec) -> str | None:
     """What to tell a user whose routed head selects fewer positions than by default; None if it does not."""
     option = "patches_per_expert"
-    if option in asked.arguments or "head" not in spec.arguments or option not in spec.arguments:
+    if option in requested.arguments or "head" not in spec.arguments or option not in spec.arguments:
         return None
     return (
         f"the last map of {spec.name} has few positions at this image size: each expert of the routed head selects "

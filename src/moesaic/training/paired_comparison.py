@@ -110,46 +110,46 @@ class PairedComparison:
         return self.model if self.lead.low > 0 else self.baseline if self.lead.high < 0 else None
 
 
-def accuracies(found: Comparison, model: str) -> tuple[Estimate, ...]:
+def accuracies(comparison: Comparison, model: str) -> tuple[Estimate, ...]:
     """The model's test accuracy in percent, for each number of samples."""
-    return tuple(percentage(values) for values in _curve(found, model)[1])
+    return tuple(percentage(values) for values in _curve(comparison, model)[1])
 
 
-def group_accuracies(found: Comparison, model: str) -> tuple[tuple[Estimate, ...], ...]:
+def group_accuracies(comparison: Comparison, model: str) -> tuple[tuple[Estimate, ...], ...]:
     """For each number of samples, the test accuracy within each group."""
     table: list[tuple[Estimate, ...]] = []
-    for size in found.samples:
-        runs = found.runs_of(model, size)
+    for size in comparison.samples:
+        runs = comparison.runs_of(model, size)
         columns = zip(*(run.groups for run in runs), strict=True)
         table.append(tuple(_known_percentage(values) for values in columns))
     return tuple(table)
 
 
-def paired_comparisons(found: Comparison) -> tuple[PairedComparison, ...]:
+def paired_comparisons(comparison: Comparison) -> tuple[PairedComparison, ...]:
     """Compares every other model with the first."""
-    baseline, *others = [model.name for model in found.models]
-    return tuple(_compare_pair(found, baseline, other) for other in others)
+    baseline, *others = [model.name for model in comparison.models]
+    return tuple(_compare_pair(comparison, baseline, other) for other in others)
 
 
-def is_settled(found: Comparison, model: str) -> bool:
+def is_settled(comparison: Comparison, model: str) -> bool:
     """Whether no trial of a model should be added to its comparison with the first one."""
-    ours, theirs = _paired_curves(found, found.models[0].name, model)
+    ours, theirs = _paired_curves(comparison, comparison.models[0].name, model)
     values = (ours[1] - theirs[1]).mean(axis=0)
-    return is_clear(sequential_difference(values, _quantum(found)), values.size, _spread(found, values))
+    return is_clear(sequential_difference(values, _quantum(comparison)), values.size, _spread(comparison, values))
 
 
-def _compare_pair(found: Comparison, baseline: str, model: str) -> PairedComparison:
-    ours, theirs = _paired_curves(found, baseline, model)
+def _compare_pair(comparison: Comparison, baseline: str, model: str) -> PairedComparison:
+    ours, theirs = _paired_curves(comparison, baseline, model)
     differences = ours[1] - theirs[1]
     values = differences.mean(axis=0)
-    lead, trials, spread = _lead(found, values), values.size, _spread(found, values)
-    saving, why = _saving(found, lead, (baseline, theirs), (model, ours))
-    work, no_work = _work(found, baseline, model, saving)
-    leads = tuple(_lead(found, each, len(found.samples)) for each in differences)
+    lead, trials, spread = _lead(comparison, values), values.size, _spread(comparison, values)
+    saving, why = _saving(comparison, lead, (baseline, theirs), (model, ours))
+    work, no_work = _work(comparison, baseline, model, saving)
+    leads = tuple(_lead(comparison, each, len(comparison.samples)) for each in differences)
     pair = PairedComparison(baseline, model, leads, lead, saving, work, why, no_work, trials)
     if pair.ahead is not None:
         return pair
-    sequential = found.max_trials is not None
+    sequential = comparison.max_trials is not None
     more = more_trials(lead.value, spread, trials, sequential=sequential)
     narrow = (
         None if pair.within <= NARROW_MARGIN else trials_to_width(NARROW_MARGIN, spread, trials, sequential=sequential)
@@ -157,45 +157,45 @@ def _compare_pair(found: Comparison, baseline: str, model: str) -> PairedCompari
     return replace(pair, more=more, more_to_narrow=narrow)
 
 
-def _paired_curves(found: Comparison, baseline: str, model: str) -> tuple[Curve, Curve]:
+def _paired_curves(comparison: Comparison, baseline: str, model: str) -> tuple[Curve, Curve]:
     """Curves of the model and of the baseline, over the trials that both have."""
-    ours, (sizes, accuracies) = _curve(found, model), _curve(found, baseline)
+    ours, (sizes, accuracies) = _curve(comparison, model), _curve(comparison, baseline)
     return ours, (sizes, accuracies[:, : ours[1].shape[1]])
 
 
-def _lead(found: Comparison, values: Array, counts: int = 1) -> Estimate:
+def _lead(comparison: Comparison, values: Array, counts: int = 1) -> Estimate:
     """The mean of differences; ``counts`` is how many numbers of samples a mean over all would have."""
-    if found.max_trials is None:
+    if comparison.max_trials is None:
         return difference(values)
-    return sequential_difference(values, counts * _quantum(found))
+    return sequential_difference(values, counts * _quantum(comparison))
 
 
-def _quantum(found: Comparison) -> float:
+def _quantum(comparison: Comparison) -> float:
     """How far one test image of one run changes the mean difference of a trial, in points."""
-    return 100 / found.tested / len(found.samples)
+    return 100 / comparison.tested / len(comparison.samples)
 
 
-def _spread(found: Comparison, values: Array) -> float:
-    least = 0.0 if found.max_trials is None else _quantum(found) / values.size**0.5
+def _spread(comparison: Comparison, values: Array) -> float:
+    least = 0.0 if comparison.max_trials is None else _quantum(comparison) / values.size**0.5
     return max(float(values.std(ddof=1)), least)
 
 
 def _saving(
-    found: Comparison, lead: Estimate, one: tuple[str, Curve], two: tuple[str, Curve]
+    comparison: Comparison, lead: Estimate, one: tuple[str, Curve], two: tuple[str, Curve]
 ) -> tuple[Saving | None, str]:
     """The labels that one saves, or why that is unknown; ``lead`` is that of the second."""
     ahead = {two[0]: lead.low > 0, one[0]: lead.high < 0}
     for (saver, ours), (other, theirs) in ((two, one), (one, two)):
-        dominant = _dominant(found, saver, ours, other, theirs) if ahead[saver] else None
+        dominant = _dominant(comparison, saver, ours, other, theirs) if ahead[saver] else None
         if dominant is not None:
             return dominant, ""
     level = _common_level(one[1], two[1])
     named = f"{level:.3g} %"
-    if level <= found.guessing:
+    if level <= comparison.guessing:
         weak = min((one, two), key=lambda each: float(each[1][1].mean(axis=1).max()))[0]
-        return None, f"{weak} does not get beyond guessing, {found.guessing:.3g} %"
+        return None, f"{weak} does not get beyond guessing, {comparison.guessing:.3g} %"
     if all(float(curve[1][0].mean()) >= level for _, curve in (one, two)):
-        return None, f"both are at {named} with the fewest labels tried, {found.samples[0]:,}; try fewer"
+        return None, f"both are at {named} with the fewest labels tried, {comparison.samples[0]:,}; try fewer"
     for (saver, ours), (other, theirs) in ((two, one), (one, two)):
         share = saved_labels(level, ours, theirs)
         if share.low > 0 and ahead[saver]:
@@ -217,14 +217,14 @@ def _open_saving(model: str, baseline: str, share: Estimate) -> str:
     return "the accuracies of the trials lie too far apart to give a number of labels"
 
 
-def _dominant(found: Comparison, saver: str, ours: Curve, other: str, theirs: Curve) -> Saving | None:
+def _dominant(comparison: Comparison, saver: str, ours: Curve, other: str, theirs: Curve) -> Saving | None:
     """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
-    fewest, most = found.samples[0], found.samples[-1]
+    fewest, most = comparison.samples[0], comparison.samples[-1]
     start = mean(ours[1][0])
     if (
         fewest == most
-        or start.low <= found.guessing
-        or _lead(found, ours[1][0] - theirs[1][-1], len(found.samples)).low <= 0
+        or start.low <= comparison.guessing
+        or _lead(comparison, ours[1][0] - theirs[1][-1], len(comparison.samples)).low <= 0
     ):
         return None
     bound = 100 * (1 - fewest / most)
@@ -238,24 +238,24 @@ def _common_level(*curves: Curve) -> float:
     return next((level for level in (math.floor(top), math.floor(10 * top) / 10) if level > start), top)
 
 
-def _work(found: Comparison, baseline: str, model: str, saving: Saving | None) -> tuple[Work | None, str]:
+def _work(comparison: Comparison, baseline: str, model: str, saving: Saving | None) -> tuple[Work | None, str]:
     """What both take with the most labels; to the saving's level, or to a lower one that every run gets to."""
-    most = found.samples[-1]
-    trials = min(found.trials_of(baseline), found.trials_of(model))
-    pairs = [(name, found.runs_of(name, most)[:trials]) for name in (baseline, model)]
+    most = comparison.samples[-1]
+    trials = min(comparison.trials_of(baseline), comparison.trials_of(model))
+    pairs = [(name, comparison.runs_of(name, most)[:trials]) for name in (baseline, model)]
     reached = math.floor(min(max(point.accuracy for point in run.curve) for _, runs in pairs for run in runs))
     level = float(reached) if saving is None else min(saving.level, float(reached))
-    if level <= found.guessing:
-        return None, f"some run with {most:,} labels does not get beyond guessing, {found.guessing:.3g} %"
-    theirs, ours = (np.array([_effort(found, run, level) for run in runs]).T for _, runs in pairs)
+    if level <= comparison.guessing:
+        return None, f"some run with {most:,} labels does not get beyond guessing, {comparison.guessing:.3g} %"
+    theirs, ours = (np.array([_effort(comparison, run, level) for run in runs]).T for _, runs in pairs)
     efforts = Effort(baseline, *map(_amount, theirs)), Effort(model, *map(_amount, ours))
     return Work(level, most, efforts, *map(_ratio, ours, theirs)), ""
 
 
-def _effort(found: Comparison, run: Run, level: float) -> tuple[float, float]:
+def _effort(comparison: Comparison, run: Run, level: float) -> tuple[float, float]:
     """Operations and seconds of a run until it reaches the level."""
     point = next(point for point in run.curve if point.accuracy >= level)
-    return float(point.images) * FLOPS_PER_IMAGE * found.model(run.model).macs, point.seconds
+    return float(point.images) * FLOPS_PER_IMAGE * comparison.model(run.model).macs, point.seconds
 
 
 def _amount(values: Array) -> Estimate:
@@ -269,9 +269,9 @@ def _ratio(ours: Array, theirs: Array) -> Estimate:
     return Estimate(math.exp(found.value), math.exp(found.low), math.exp(min(found.high, 700.0)))
 
 
-def _curve(found: Comparison, model: str) -> Curve:
-    values = [[run.accuracy for run in found.runs_of(model, size)] for size in found.samples]
-    return list(found.samples), np.array(values, dtype=np.float64)
+def _curve(comparison: Comparison, model: str) -> Curve:
+    values = [[run.accuracy for run in comparison.runs_of(model, size)] for size in comparison.samples]
+    return list(comparison.samples), np.array(values, dtype=np.float64)
 
 
 def _percent(share: Estimate) -> Estimate:

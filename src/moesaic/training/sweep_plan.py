@@ -49,8 +49,8 @@ class SweepPlan:
         return SweepPlan(self.title, tuple(known.values()))
 
 
-def add_to_plan(out: Path, asked: Any, plan: SweepPlan) -> None:
-    """Adds cells to the plan in ``out`` of what was asked for, plain JSON that tells commands apart.
+def add_to_plan(out: Path, command: Any, plan: SweepPlan) -> None:
+    """Adds cells to the plan of a command in ``out``; ``command`` is plain JSON that tells commands apart.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def add_to_plan(out: Path, asked: Any, plan: SweepPlan) -> None:
     ...     [cell.name for plan in read_plans(Path(folder)) for cell in plan.cells]
     ['trial 1', 'trial 2']
     """
-    path = out / PLANS / f"{json_digest(asked)[:16]}.json"
+    path = out / PLANS / f"{json_digest(command)[:16]}.json"
     try:
         before = read_plan(path)
     except (FileNotFoundError, InvalidFile):  # none yet, or damaged: it is made anew from the command

@@ -45,14 +45,14 @@ class SharedTimeBudget:
 
     Args:
         out: folder of the comparison.
-        asked: what the command asks for, as plain JSON.
+        command: options of the command, as plain JSON.
         cells: leases of the cells, which show whether others are at work.
         clock: Unix time.
     """
 
-    def __init__(self, out: Path, asked: Any, cells: Leases, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, out: Path, command: Any, cells: Leases, clock: Callable[[], float] = time.time) -> None:
         self._folder = out / PLANS / "budget"
-        self._key = json_digest(asked)[:16]
+        self._key = json_digest(command)[:16]
         self._cells, self._clock = cells, clock
         self._leases = Leases(self._folder)
         self._lease: Lease | None = None
