@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moesaic.models.convert import applied_conversions
 from moesaic.models.inspection import eval_mode, first_tensor, first_weight
 from moesaic.models.mlp_candidates import find_mlps
-from moesaic.models.model_cost import ModelCost, count_macs
+from moesaic.models.model_cost import ModelCost, align_columns, count_macs, grouped
 
 __all__ = ["ConversionReceipt", "LayerReceipt", "conversion_receipt"]
 
@@ -41,9 +41,7 @@ class ConversionReceipt:
     def __str__(self) -> str:
         rows: list[tuple[str, ...]] = [("layer", "parameters", "after", "multiply-adds", "after", "difference")]
         rows += [_row(each) for each in (*self.layers, self.total)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>>>>", widths, strict=True))
-        return "\n".join(line.format(*row) for row in rows)
+        return align_columns(rows, "<>>>>>")
 
 
 def conversion_receipt(converted: nn.Module, original: nn.Module, images: Tensor) -> ConversionReceipt:
@@ -154,5 +152,5 @@ def _macs(modules: tuple[str, ...], costs: tuple[ModelCost, ModelCost]) -> tuple
 
 
 def _row(layer: LayerReceipt) -> tuple[str, ...]:
-    numbers = (f"{number:,}".replace(",", " ") for number in (*layer.parameters, *layer.macs))
+    numbers = (grouped(number) for number in (*layer.parameters, *layer.macs))
     return layer.name, *numbers, f"{layer.difference:.1e}"

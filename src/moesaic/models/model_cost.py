@@ -12,7 +12,7 @@ For a convolution with gated channels, sparse MACs are open inputs × open outpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from moesaic.ops.channel.masked import open_channels
 from moesaic.routing import ChannelGate, Router, SampleRouter
 from moesaic.routing_record import Routing
 
-__all__ = ["LayerCost", "ModelCost", "count_macs"]
+__all__ = ["LayerCost", "ModelCost", "align_columns", "count_macs", "grouped"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -104,9 +104,7 @@ class ModelCost:
         if any(layer.routed for layer in self.layers):
             routed = ModelCost(tuple(layer for layer in self.layers if layer.routed), 0, 0)
             rows.append(_row("routed", "", self.routed_parameters, routed))
-        widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>", widths, strict=True))
-        return "\n".join(line.format(*row).rstrip() for row in rows)
+        return align_columns(rows, "<<>>>")
 
     def __str__(self) -> str:
         return self.table()
@@ -368,8 +366,21 @@ def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
 
 def _row(name: str, kind: str, parameters: int, cost: LayerCost | ModelCost) -> tuple[str, str, str, str, str]:
     share = f"{100 * cost.macs / cost.dense_macs:.3g} %" if cost.dense_macs else "–"
-    return name, kind, _grouped(parameters), _grouped(cost.macs), share
+    return name, kind, grouped(parameters), grouped(cost.macs), share
 
 
-def _grouped(number: int) -> str:
+def align_columns(rows: Sequence[Sequence[str]], sides: str) -> str:
+    """Returns the rows of a table as lines, each column aligned to the left ("<") or to the right (">").
+
+    >>> print(align_columns([("layer", "macs"), ("0", "12")], "<>"))
+    layer  macs
+    0        12
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
+
+
+def grouped(number: int) -> str:
+    """Returns a number with its digits in groups of three: ``12 345``."""
     return f"{number:,}".replace(",", " ")

@@ -82,20 +82,6 @@ class _Config:
     device: str = "cpu"
 
 
-@dataclass(frozen=True)
-class _EpochFields:
-    """The fields of `Epoch` whose types a file decides."""
-
-    number: int
-    loss: float
-    train_accuracy: float
-    test_accuracy: float | None
-    seconds: float
-    images_per_second: float
-    lr: float
-    alarms: tuple[str, ...] = ()
-
-
 def is_run(folder: Path) -> bool:
     """Whether a folder has the config.json of a training run."""
     try:
@@ -145,16 +131,7 @@ def _read_result(path: Path, classes: int) -> FitResult | None:
             raise InvalidFile(f"{path}: accuracies are not numbers, or not one for each of {classes} classes")
         metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
         epochs = tuple(_epoch(each, f"{path}.epochs") for each in whole["epochs"])
-        return FitResult(
-            epochs,
-            made.accuracy,
-            made.class_accuracy,
-            made.cluster_accuracy,
-            made.seconds,
-            int(made.images),
-            str(made.stopped),
-            metrics,
-        )
+        return replace(made, epochs=epochs, images=int(made.images), stopped=str(made.stopped), metrics=metrics)
 
 
 def _read_metrics(path: Path) -> tuple[Epoch, ...]:
@@ -183,16 +160,15 @@ def _whole(content: Any, where: str) -> dict[str, Any]:
 
 def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
     made = Epoch.from_json(content)
-    own = {each.name: getattr(made, each.name) for each in fields(_EpochFields)}
-    own["alarms"] = list(made.alarms)
-    checked = cast("_EpochFields", decode(_EpochFields, own, where))
+    own = {each.name: getattr(made, each.name) for each in fields(Epoch) if each.name not in ("metrics", "routing")}
+    checked = cast("Epoch", decode(Epoch, {**own, "alarms": list(made.alarms)}, where, more=True))
     metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
     routing: dict[str, LayerRouting] = {name: each for name, each in made.routing.items() if each.load}
     numbers = [value for value in vars(checked).values() if isinstance(value, int | float)]
     numbers += [value for each in routing.values() for value in (*each.load, each.entropy, each.class_entropy)]
     if not all(map(_is_number, numbers)) or checked.number < 1:
         raise InvalidFile(f"{where}: has numbers that are not those of an epoch; {_ADVICE}")
-    return replace(made, **vars(checked), metrics=metrics, routing=routing)
+    return replace(checked, metrics=metrics, routing=routing)
 
 
 def _is_number(value: Any) -> bool:
