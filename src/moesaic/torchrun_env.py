@@ -1,4 +1,4 @@
-"""What ``torchrun`` tells its ranks by environment variables, and what they owe it. Imports nothing slow."""
+"""Environment variables of ``torchrun``, and the signal that ends a rank when its agent dies. Imports nothing slow."""
 
 from __future__ import annotations
 
