@@ -216,7 +216,7 @@ function drawPatch() {
   if (!isMap()) return panel.replaceChildren();
   const here = state.patch === null ? [] : selections(state.patch === null ? 0 : state.image).filter(({ patch, expert }) => patch === state.patch && !state.hidden.has(expert));
   if (!here.length) {
-    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys: of the ${units()} that its experts like best in other images, those most similar to it appear here. A click keeps them.`));
+    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys. Similar ${units()} of other images appear here, out of those that its experts score highest. A click pins them.`));
   }
   panel.replaceChildren(element("h3", {}, `${capital(unit())} in ${place(state.patch)}`), ...here.map(({ expert, gate }) => {
     const liked = nearest(expert, state.image, state.patch);
