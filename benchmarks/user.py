@@ -12,8 +12,8 @@ are reached.
     mlp        expert-choice MLPs on tokens against a dense MLP of equal arithmetic
     wrn        WRN-10-10-pMoE against WRN-10-10: a plain AMP loop with SGD, eager and compiled
     timm       resnet50 and convnext_tiny with converted layers against the same as they are (needs timm)
-    samples    SampleMoE with four ResNet18 against one, in its first steps and later: padded to repeated sizes, as a
-               GPU runs them, and the plain loop
+    samples    SampleMoE with four ResNet18 against one, in its first steps and later: on repeated sizes
+               (`pad=True`), and in the plain loop
     channels   VGG-16 with gates in blocks of 32, a quarter open, against the plain one and BatchNorm folded
     thread     the steps above again with torch.autograd.set_multithreading_enabled(False), for both
     fit        images per second of `moesaic.training.fit`, WRN-pMoE over WRN: eager and from CUDA graphs; and those of

@@ -355,7 +355,7 @@ def test_cuda_graphs_train_as_the_loop(memory_format, monkeypatch):
     replays = []
     replay = torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(1), replay(graph))[1])
-    layer = layer_of(lambda: ResNet(18, 3, width=0.1), pad=None).to("cuda", memory_format=memory_format)
+    layer = layer_of(lambda: ResNet(18, 3, width=0.1)).to("cuda", memory_format=memory_format)
     loads = [[24 + seed % 5, 40 - seed % 5, 30, 34] for seed in range(8)]
     batches = [each.to("cuda", memory_format=memory_format) for each in batches_for(loads, (3, 16, 16))]
     assert_equal(train(layer, batches), train(one_by_one(layer), batches), 1e-7)

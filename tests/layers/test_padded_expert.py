@@ -357,7 +357,8 @@ def test_on_a_cpu_samples_are_filled_up_only_on_demand(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_gpu_fills_up_samples_by_default_and_waits_once(memory_format, monkeypatch):
+def test_a_gpu_that_benchmarks_fills_up_samples_and_waits_once(memory_format, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     sizes = []
     norm = padded_expert.batch_norm_of_first
 

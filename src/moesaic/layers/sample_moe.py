@@ -57,14 +57,15 @@ class SampleMoE(RoutedLayer):
         noise_scale: factor of the noise.
         noise_in_eval: whether noise is added in eval mode too, as in the released code.
         generator: random number generator of the noise.
-        pad: whether samples of experts in a list fill up few repeated sizes; see below. None: on GPUs; True: on every
-            device, and an error if an expert cannot; False: never.
+        pad: whether samples of experts in a list fill up few repeated sizes; see below. None: on GPUs with
+            ``torch.backends.cudnn.benchmark``, where a new number of samples costs minutes; True: on every device, and
+            an error if an expert cannot; False: never.
 
-    A GPU's library of convolutions plans them anew for each number of samples, which is another one in every step. So
-    the samples of an expert are filled up with repetitions of the last one to a multiple of a quarter of the mean load.
-    These have no output, and BatchNorm leaves them out: outputs, gradients and statistics are those of the samples
-    alone. As sizes repeat, training passes of an expert are replayed from CUDA graphs. Experts get their samples alone
-    if they draw random numbers, route, have hooks or do what is not known to leave samples apart; under
+    A GPU's library of convolutions plans them anew for each number of samples, which is another one in every step. With
+    ``pad`` the samples of an expert are filled up with repetitions of the last one to a multiple of a quarter of the
+    mean load. These have no output, and BatchNorm leaves them out: outputs, gradients and statistics are those of the
+    samples alone. As sizes repeat, training passes of an expert are replayed from CUDA graphs. Experts get their
+    samples alone if they draw random numbers, route, have hooks or do what is not known to leave samples apart; under
     ``torch.compile``, export and transforms; and in batches that are spread over processes. Code of an expert's own
     ``forward`` runs when it is traced, not in every pass.
 
@@ -162,8 +163,9 @@ class SampleMoE(RoutedLayer):
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
     def _may_pad(self, x: Tensor, routing: Routing) -> bool:
-        # on a CPU nothing is planned, and the rows that fill up take time
-        if not (x.device.type == "cuda" if self.pad is None else self.pad):
+        # rows that fill up take time; benchmarks of every new size take more, by far
+        wanted = x.device.type == "cuda" and torch.backends.cudnn.benchmark if self.pad is None else self.pad
+        if not wanted:
             return False
         if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
             return False
