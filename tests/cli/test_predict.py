@@ -89,6 +89,17 @@ def test_an_exported_file_gives_the_same_rows_without_moesaic(pets: Path):
         assert row["class"] == classes[int(probabilities.argmax())]
 
 
+def test_names_that_begin_with_a_dash_are_files_if_they_are_there(pets: Path, capsys: pytest.CaptureFixture[str]):
+    Path("a,b.png").rename("-a.png")
+    Path("@x.png").rename("--top.png")
+    assert main(["predict", "run", "-a.png", "--top.png", "--top", "1", "--csv", "out.csv"]) == 0
+    assert [row["path"] for row in rows("out.csv")] == ["./-a.png", "./--top.png"]
+    for missing in ("-b.png", "--topp"):
+        with pytest.raises(SystemExit):
+            main(["predict", "run", missing])
+        assert missing in capsys.readouterr().err
+
+
 def test_batches_and_zip_files_give_the_same_rows(pets: Path):
     assert main(["predict", "run", "pets", "--csv", "all.csv"]) == 0
     with zipfile.ZipFile("pets.zip", "w") as archive:

@@ -67,10 +67,13 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert "always naming the most frequent class would give 50.0 %" in said
     assert re.search(rf"^cat +3 +{result['class_accuracy'][1]:.1f} %$", said, re.MULTILINE)
     assert re.search(rf"^\[bold\]dog +3 +{result['class_accuracy'][0]:.1f} %$", said, re.MULTILINE)
-    assert re.search(r"[\d,]+ parameters, [\d.]+ % of them in the mixture; [\d.]+ M multiply-adds for an image", said)
+    assert re.search(r"^[\d,]+ parameters, [\d.]+ % of them in the mixture of experts$", said, re.MULTILINE)
+    assert re.search(r"^[\d.]+ M multiply-adds per image, [\d.]+ % of them in the mixture: ", said, re.MULTILINE)
     assert f"moesaic explain {out} IMAGE…" in said
     assert f"moesaic export {out} --format onnx" in said
-    assert said.splitlines()[-1] == f"Page: {out / 'report.html'}"
+    assert f"\nPage: {out / 'report.html'}\nNext:\n" in said
+    advice = "moesaic train pets --model timm/mobilenetv2_100 --pretrained  # few images"
+    assert (advice in said) == (result["accuracy"] < 90)
     page = (out / "report.html").read_text("utf-8")
     assert f"{result['accuracy']:.1f}\u00a0% test accuracy" in page
     assert "body.group3.0.moe" in page
@@ -92,8 +95,10 @@ def test_inside_the_folder_of_images_its_own_output_is_no_class(pets, capsys, mo
     assert train(".", *SMALL) == 0, "the command that is printed to continue"
     said = capsys.readouterr()
     assert first.partition("Test accuracy")[2] == said.out.partition("Test accuracy")[2]
-    assert "runs/train-pets-wrn10_1_pmoe was written by moesaic; its files are ignored" in said.err
-    assert "shown was written by moesaic; its files are ignored" in said.err
+    assert "runs/train-pets-wrn10_1_pmoe is complete, and nothing was trained; to train again, remove it" in said.err
+    assert "to follow it" not in said.err
+    assert "runs/train-pets-wrn10_1_pmoe was written by moesaic; it is ignored" in said.err
+    assert "shown was written by moesaic; it is ignored" in said.err
     assert load_checkpoint("runs/train-pets-wrn10_1_pmoe").class_names == ("[bold]dog", "cat")
 
 
@@ -294,7 +299,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (["nowhere"], "is unknown; use .*or the path of an image folder"),
+        (["nowhere"], "there is no folder or zip file 'nowhere'; check the path, or name one of the datasets 'mnist'"),
         (["pets", "--model", "wrn10_1_pmo"], "did you mean 'wrn10_1_pmoe'"),
         (["pets", "--samples", "1000"], "samples=1000, but there are 24 training images in pets"),
         (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import shutil
@@ -89,7 +90,23 @@ def _parse(given: Sequence[str]) -> Command:
         raise SystemExit(2)
     command, words = find_command(given)
     prog = " ".join(["moesaic", *given[:words]])
-    return tyro.cli(command, prog=prog, description=_description(command), args=list(given[words:]))
+    return tyro.cli(
+        command, prog=prog, description=_description(command), args=_with_dashed_files(command, given[words:])
+    )
+
+
+def _with_dashed_files(command: type[Any], words: Sequence[str]) -> list[str]:
+    """The arguments; files whose names begin with a dash, as a shell lists them for ``*.jpg``, as ``./-name.jpg``."""
+    names = [field.name.replace("_", "-") for field in dataclasses.fields(command)]
+    if "images" not in names:
+        return list(words)
+    options = {"-h", "--help", "--", *(f"--{name}" for name in names)}
+    return [
+        f"./{word}"
+        if word.startswith("-") and word.partition("=")[0] not in options and os.path.lexists(word)
+        else word
+        for word in words
+    ]
 
 
 def find_command(given: Sequence[str]) -> tuple[type[Any], int]:

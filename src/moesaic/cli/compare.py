@@ -17,6 +17,7 @@ from tyro.conf import arg
 from moesaic.checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
+    DataArgument,
     DatasetOptions,
     JobsOption,
     TrainableOption,
@@ -49,15 +50,15 @@ _REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Compare(DatasetOptions):
-    """Train networks with different numbers of labelled images, and report which one needs fewer.
-
-    Finished runs are stored in --out: the same command resumes where an interrupted one stopped, and with more
-    models, samples or trials it runs only what is missing.
-    """
+class _CompareOptions(DataArgument):
+    """The most used options first."""
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
     """Networks, the first the baseline, with options after colons; one pretrained network: heads on its backbone."""
+    minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
+    """Time budget: chooses what fits, fewer trials first, and adds trials while there is time."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
+    """Output folder."""
     samples: Annotated[str | None, arg(metavar="N,N,…", help_behavior_hint="(default: three that fit the images)")] = (
         None
     )
@@ -68,8 +69,6 @@ class Compare(DatasetOptions):
     """Runs of each network and number of samples, with other images each; auto: 3, then until the answer is clear."""
     max_trials: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 12)")] = None
     """Most trials of --trials auto, up to 24."""
-    minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
-    """Time budget: chooses what fits, fewer trials first, and adds trials while there is time."""
     dry_run: bool = False
     """Print what the comparison would take and exit."""
     epochs: int = 50
@@ -86,8 +85,15 @@ class Compare(DatasetOptions):
     """Layer-wise learning-rate decay of pretrained networks: each layer has FACTOR times the rate of the next one."""
     jobs: JobsOption = "1"
     """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
-    """Output folder."""
+
+
+@dataclass(frozen=True)
+class Compare(DatasetOptions, _CompareOptions):
+    """Train networks with different numbers of labelled images, and report which one needs fewer.
+
+    Finished runs are stored in --out: the same command resumes where an interrupted one stopped, and with more
+    models, samples or trials it runs only what is missing.
+    """
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""

@@ -134,7 +134,7 @@ class Explain:
             explained = explained.take([*rows, *others]) if others else explained
             pixels, first, count = explained.pixels, 0, len(rows)
             images = explained.images(own=tested is None)[:count]
-        log(f"running the network on {len(pixels):,} images")
+        log(f"running the network on {len(pixels):,} {'image' if len(pixels) == 1 else 'images'}")
         passes = [self._pass(path, checkpoint, pixels, first, count, device) for path in earlier]
         found = self._collect(checkpoint, pixels, device)
         statistics = found.images(first, len(pixels))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommandError",
+    "DataArgument",
     "DatasetOptions",
     "JobsOption",
     "PaperOption",
@@ -49,6 +50,9 @@ __all__ = [
     "write_config",
 ]
 
+
+_FUNCTIONS = ("fit", "Recipe", "create_model", "load_images")
+"""Names before messages of the library, which mean nothing to who types a command."""
 
 TrainableOption = Annotated[
     str | None,
@@ -73,7 +77,9 @@ def user_errors(command: str) -> Generator[None]:
     except (ValueError, TypeError, OSError, ImportError) as error:
         if isinstance(error, OSError) and error.errno in DISK_FAULTS:
             raise  # no bad input: `run_guarded` says what to do
-        message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
+        message = " ".join(str(error).split())
+        for name in (command, *_FUNCTIONS):
+            message = message.removeprefix(f"{name}: ")
         raise CommandError(f"moesaic {command}: {message}") from error
 
 
@@ -221,11 +227,20 @@ def version() -> str:
 
 
 @dataclass(frozen=True)
-class DatasetOptions:
-    """Options of the commands that train on a dataset."""
+class DataArgument:
+    """The argument of the commands that train on a dataset."""
 
     data: Positional[Annotated[str, arg(metavar="DATA")]]
     """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
+
+
+@dataclass(frozen=True)
+class DatasetOptions(DataArgument):
+    """Options of the commands that train on a dataset.
+
+    A command derives from this class and from a class of its own options, in this order: help then lists its own first.
+    """
+
     augment: Annotated[str, arg(metavar="none|flip|flip-crop|strong")] = "none"
     """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong:
     these with changes of shape and colours and an erased square."""

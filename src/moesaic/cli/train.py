@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -15,6 +15,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     CommandError,
+    DataArgument,
     DatasetOptions,
     TrainableOption,
     check_folder,
@@ -47,17 +48,17 @@ _EXPERTS = 8
 """Of converted layers."""
 _COMPARED = 4
 """Test images on which a converted network is compared with the original."""
+_FEW_IMAGES = 1000
+"""With fewer to train on, a pretrained network usually reaches more than one from scratch."""
+_GOOD_ACCURACY = 90.0
+"""In percent: networks that reach it need no such advice."""
 _LISTED = 20
 """Classes that are listed one by one; of more, the worst."""
 
 
 @dataclass(frozen=True)
-class Train(DatasetOptions):
-    """Train a network on images and test it.
-
-    The network, its metrics and its settings are written to --out. The same command resumes an interrupted run, with
-    the same numbers as if it had not been interrupted.
-    """
+class _TrainOptions(DataArgument):
+    """The most used options first."""
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
     """Network: wrn10_2_pmoe, timm/resnet18; options after colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
@@ -69,18 +70,20 @@ class Train(DatasetOptions):
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
     """Head on the last map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
-    trainable: TrainableOption = None
-    """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
-    layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
-    """Layer-wise learning-rate decay: each layer has FACTOR times the rate of the layer after it."""
-    samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
-    """Number of training images, sampled by --seed with every class in its share."""
     epochs: int = 50
     """Passes over the training images."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
+    """Output folder of the network and its metrics."""
+    samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
+    """Number of training images, sampled by --seed with every class in its share."""
     batch_size: int = 32
     """Samples per step."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
     """Peak learning rate; by default a tenth of the optimizer's for fine-tuning, and each head's own for heads."""
+    trainable: TrainableOption = None
+    """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
+    layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
+    """Layer-wise learning-rate decay: each layer has FACTOR times the rate of the layer after it."""
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
@@ -130,15 +133,14 @@ class Train(DatasetOptions):
     top_k: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: 2)")] = None
     """With --convert of MLPs and --router token-choice, number of experts of each token."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
-    """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for vgg16_deepmoe, …"""
+    """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for networks with
+    channel gates, such as vgg16_deepmoe."""
     gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
     """Fraction of the epochs in which channel gates learn before they are frozen."""
     parallel: Annotated[str, arg(metavar="ddp|fsdp")] = "ddp"
     """Under torchrun, ddp: every process has all weights; fsdp: weights and optimizer states are sharded (FSDP2)."""
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
-    """Output folder of the network and its metrics."""
     eval_every: Annotated[
         int | None, arg(metavar="N", help_behavior_hint="(default: such that tests take little time)")
     ] = None
@@ -147,6 +149,15 @@ class Train(DatasetOptions):
     """Snapshots of the network to keep over training, more at its beginning; moesaic explain shows them by a slider."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
     """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
+
+
+@dataclass(frozen=True)
+class Train(DatasetOptions, _TrainOptions):
+    """Train a network on images and test it.
+
+    The network, its metrics and its settings are written to --out. The same command resumes an interrupted run, with
+    the same numbers as if it had not been interrupted.
+    """
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
@@ -168,7 +179,9 @@ class Train(DatasetOptions):
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
             if torchrun_env.rank() == 0:
                 make_folder(out)
-        log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
+        was_complete = (out / "result.json").exists()
+        if not was_complete:
+            log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
@@ -181,11 +194,34 @@ class Train(DatasetOptions):
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
         if torchrun_env.rank() == 0:
+            if was_complete:
+                log(f"{out} is complete, and nothing was trained; to train again, remove it or name another --out")
+            say = _printer(Console())
+            _show(Console(), dataset, spec, cost, found)
+            say(f"\nNetwork: {out / 'model.safetensors'}")
             page = _write_page(out)
-            _show(Console(), dataset, spec, cost, found, out)
             if page is not None:
-                Console().print(f"Page: {escaped(str(page))}", markup=False, highlight=False, soft_wrap=True)
+                say(f"Page: {page}")
+            say("Next:")
+            for line in self._next(dataset, spec, cost, found, out):
+                say(f"  {line}")
         return 0
+
+    def _next(
+        self, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path
+    ) -> Iterator[str]:
+        """The commands that follow, each with what it is for."""
+        here = shlex.quote(str(out))
+        yield f"moesaic predict {here} IMAGE…      # classes of other images"
+        if cost.routed_parameters:
+            shown = "what its experts look at" if found.cost is None else "which channels images open"
+            yield f"moesaic explain {here} IMAGE…      # {shown}"
+        yield f"moesaic export {here} --format onnx  # one file for a server"
+        if not spec.is_pretrained and len(dataset.train) < _FEW_IMAGES and found.accuracy < _GOOD_ACCURACY:
+            yield (
+                f"moesaic train {shlex.quote(self.data)} --model timm/mobilenetv2_100 --pretrained"
+                "  # few images: start from a pretrained network"
+            )
 
     def _checked(self) -> tuple[Recipe, str]:
         """Checks the options that do not depend on the images."""
@@ -401,14 +437,14 @@ def _run_name(spec: ModelSpec) -> str:
     return file_name("-".join([spec.name, *options]))
 
 
-def _show(
-    console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path
-) -> None:
-    """Prints the accuracy, the cost and the next commands."""
+def _printer(console: Console) -> Callable[[str], None]:
+    """Prints lines as they are, with control characters escaped."""
+    return lambda line: console.print(escaped(line), markup=False, highlight=False, soft_wrap=True)
 
-    def say(line: str = "") -> None:
-        console.print(escaped(line), markup=False, highlight=False, soft_wrap=True)
 
+def _show(console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult) -> None:
+    """Prints the accuracy and the cost."""
+    say = _printer(console)
     often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
     say(
@@ -422,18 +458,11 @@ def _show(
     _show_groups(console, "class", dataset.class_names, dataset.test.labels, found.class_accuracy)
     if dataset.cluster_names != dataset.class_names:
         _show_groups(console, "group", dataset.cluster_names, dataset.test.clusters, found.cluster_accuracy)
-    say()
+    say("")
     say(_cost(cost) if found.cost is None else _gated_cost(cost, found.cost))
     for epoch in found.epochs:
         for alarm in epoch.alarms:
             say(f"note: in epoch {epoch.number}: {alarm}")
-    here = shlex.quote(str(out))
-    say(f"\nNetwork: {out / 'model.safetensors'}\nNext:")
-    say(f"  moesaic predict {here} IMAGE…      # classes of other images")
-    if cost.routed_parameters:
-        shown = "what its experts look at" if found.cost is None else "which channels images open"
-        say(f"  moesaic explain {here} IMAGE…      # {shown}")
-    say(f"  moesaic export {here} --format onnx  # one file for a server")
 
 
 def _show_groups(
@@ -458,14 +487,15 @@ def _show_groups(
 
 def _cost(cost: ModelCost) -> str:
     parameters = f"{cost.parameters:,} parameters"
-    work = f"{_short(cost.macs)} multiply-adds for an image"
+    work = f"{_short(cost.macs)} multiply-adds per image"
     if not cost.routed_parameters:
         return f"{parameters}, {work}"
     share, part = 100 * cost.routed_parameters / cost.parameters, 100 * cost.routed_macs / cost.macs
     saved = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
     return (
-        f"{parameters}, {share:.1f} % of them in the mixture; {work}, {part:.1f} % of them in the mixture, which takes "
-        f"{saved:.1f} % of what it would take if every expert processed the whole image"
+        f"{parameters}, {share:.1f} % of them in the mixture of experts\n"
+        f"{work}, {part:.1f} % of them in the mixture: {saved:.1f} % of what it would take if every expert processed "
+        "the whole image"
     )
 
 

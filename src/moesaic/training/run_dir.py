@@ -266,8 +266,8 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError(
-            f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder; "
-            "or use its settings, and it continues; or remove it"
+            f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder "
+            "with --out; or use its settings, and it continues; or remove it"
         )
 
 
