@@ -23,6 +23,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+_LONG = 12
+"""Choices beyond which the nearest one is named first."""
+
 
 def check_choice(owner: str, option: str, value: T, allowed: Collection[T]) -> T:
     """Returns ``value`` if it is allowed; the error lists the allowed values.
@@ -36,6 +39,8 @@ def check_choice(owner: str, option: str, value: T, allowed: Collection[T]) -> T
     *most, last = [repr(choice) for choice in allowed]
     listed = f"{', '.join(most)} or {last}" if most else last
     near = get_close_matches(str(value), [choice for choice in allowed if isinstance(choice, str)], n=1)
+    if near and len(allowed) > _LONG:  # else the hint is lost at the end of a long list
+        raise ValueError(f"{owner}: {option}={value!r} is unknown; did you mean {near[0]!r}? It may be {listed}")
     hint = f" (did you mean {near[0]!r}?)" if near else ""
     raise ValueError(f"{owner}: {option}={value!r} is unknown; use {listed}{hint}")
 

@@ -88,7 +88,7 @@ def test_links_to_folders_elsewhere_are_classes(tmp_path, cache):
     messages: list[str] = []
     splits = load_folder(folder, 4, DecodedCache(cache.folder, messages.append), seed=0)
     assert splits.class_names == ("cat", "dog")
-    assert messages[0] == f"{folder}: dog2 is the same folder as dog; its files are ignored"
+    assert messages[0] == f"{folder}: dog2 is the same folder as dog; it is ignored"
 
 
 OUTPUTS = {
@@ -111,7 +111,7 @@ def test_folders_that_moesaic_wrote_are_no_classes(tmp_path, cache):
     splits = load_folder(folder, 4, DecodedCache(cache.folder, messages.append), seed=0)
     assert splits.class_names == ("cat", "dog")
     for name in OUTPUTS:
-        assert f"{folder}: {Path(name).parent} was written by moesaic; its files are ignored" in messages
+        assert f"{folder}: {Path(name).parent} was written by moesaic; it is ignored" in messages
     found = read_input_images([folder], (3, 4, 4))
     assert len(found.names) == 10
     assert len(found.skipped) == len(OUTPUTS)

@@ -121,6 +121,19 @@ def test_nested_files_count_and_hidden_ones_and_those_beside_the_classes_do_not(
     assert parts.skipped == ()
 
 
+def test_what_belongs_to_no_class_is_reported(tmp_path, cache):
+    folder = classes(tmp_path / "data", {"a": 2, "b": 2})
+    (folder / "empty" / ".hidden").mkdir(parents=True)
+    for number in range(4):
+        image(folder / f"loose{number}.png")
+    messages: list[str] = []
+    assert load_folder(folder, 4, DecodedCache(cache.folder, messages.append), seed=0).class_names == ("a", "b")
+    assert messages[:2] == [
+        f"{folder}: empty has no files; it is ignored",
+        f"{folder}: ignored outside of the class folders: loose0.png, loose1.png, loose2.png …",
+    ]
+
+
 def test_names_of_classes_may_be_odd(tmp_path, cache):
     odd = ["<b>bold", "a & b", "naïve 猫", "new\nline", '"quoted"', " space ", "100%"]
     parts = load_folder(classes(tmp_path / "data", dict.fromkeys(odd, 2)), 4, cache, seed=0)

@@ -153,7 +153,8 @@ def test_a_name_is_looked_up_before_folders(folder, tmp_path, monkeypatch):
         (
             "cifar",
             ValueError,
-            r"'cifar' is unknown; use 'mnist', .*did you mean 'cifar10'.*an image folder, as there is none called",
+            r"there is no folder or zip file 'cifar'; check the path, or name one of the datasets 'mnist', .*"
+            r"did you mean 'cifar10'",
         ),
         (
             "no/such/folder",

@@ -40,6 +40,8 @@ DECODER_VERSION = 1
 # formats with a signature that need no external program
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "MPO")
 _JPEG = ("JPEG", "MPO")
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+"""As phones save photographs; Pillow does not decode them."""
 _ORIENTATION = 0x0112
 _TRANSPOSES = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 """Pillow's names of what undoes the EXIF orientations 2 to 8."""
@@ -82,7 +84,7 @@ def decode_image(content: bytes, size: int) -> NDArray[np.uint8]:
 
     if not content:
         raise InvalidImage("is empty")
-    with _decoding_errors(), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+    with _decoding_errors(content), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
         _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
         return _square(image, size)
 
@@ -102,7 +104,7 @@ def decode_whole(content: bytes, longest: int) -> NDArray[np.uint8]:
 
     if not content:
         raise InvalidImage("is empty")
-    with _decoding_errors(), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+    with _decoding_errors(content), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
         _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
         orientation = _orientation(image)
         image.draft(None, (longest, longest))  # a JPEG is decoded at the next larger scale
@@ -139,7 +141,7 @@ def square_image(image: Image.Image, size: int) -> NDArray[np.uint8]:
 
 
 @contextmanager
-def _decoding_errors() -> Generator[None, None, None]:
+def _decoding_errors(content: bytes = b"") -> Generator[None, None, None]:
     """Turns whatever Pillow raises on damaged files into `InvalidImage`."""
     from PIL import Image, UnidentifiedImageError
 
@@ -148,6 +150,8 @@ def _decoding_errors() -> Generator[None, None, None]:
     except InvalidImage:
         raise
     except UnidentifiedImageError as fault:
+        if content[4:8] == b"ftyp" and content[8:12] in _HEIC_BRANDS:
+            raise InvalidImage("is a HEIC image, which is not read; convert it to JPEG or PNG") from fault
         raise InvalidImage("is not an image, or its format is unknown") from fault
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as fault:
         raise InvalidImage(f"is too large: {fault}") from fault

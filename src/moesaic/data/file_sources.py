@@ -243,6 +243,8 @@ class _Walk:
             if prefix and _is_output(self._root / prefix, [child.name for child in children]):
                 self.ignored[prefix.rstrip("/")] = "was written by moesaic"
                 continue
+            if prefix.count("/") == 1 and all(_hidden(child.name) for child in children):
+                self.ignored[prefix.rstrip("/")] = "has no files"
             for child in children:
                 name = prefix + child.name
                 if _hidden(child.name):

@@ -32,6 +32,8 @@ _TESTS = ("test", "val", "valid", "validation")
 """In order of preference."""
 _TEST_FRACTION = 0.2
 _TOLERANCE = 0.1
+_MAX_NAMED = 3
+"""Ignored files that are named."""
 
 _Tree = Mapping[str, list[str]]
 """The file names below each top folder."""
@@ -120,11 +122,15 @@ def _held_out(names: list[str], seed: int, label: int) -> frozenset[str]:
 def _layout(source: FileSource, log: Log) -> _Layout:
     path, names = source.path, [entry.name for entry in source.entries()]
     for name, reason in getattr(source, "ignored", {}).items():
-        log(f"{path}: {printable(name)} {printable(reason)}; its files are ignored")
+        log(f"{path}: {printable(name)} {printable(reason)}; it is ignored")
     tree, start = _tree(names, ""), ""
     if isinstance(source, ZipSource) and len(tree) == 1 and len(_tree(names, f"{next(iter(tree))}/")) > 1:
         start = f"{next(iter(tree))}/"  # a zip of a folder contains the folder itself
         tree = _tree(names, start)
+    loose = [printable(name) for name in names if name.startswith(start) and "/" not in name.removeprefix(start)]
+    if loose and tree:
+        some = ", ".join(loose[:_MAX_NAMED]) + (" …" if len(loose) > _MAX_NAMED else "")
+        log(f"{path}: ignored outside of the class folders: {some}")
     if not tree:
         raise InvalidFile(
             f"{path}: has {'files but' if names else 'no files and'} no folder with files; put the images of each "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -109,10 +110,12 @@ def _existing(source: str | Path) -> Path:
     if path.exists():
         return path
     if isinstance(source, str) and path.name == source and DATASETS:
-        try:
-            check_choice("load_images", "source", source, DATASETS)
-        except ValueError as unknown:
-            raise ValueError(f"{unknown}, or the path of an image folder, as there is none called {source!r}") from None
+        near = get_close_matches(source, list(DATASETS), n=1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(
+            f"load_images: there is no folder or zip file {source!r}; check the path, or name one of the datasets "
+            f"{', '.join(map(repr, DATASETS))}{hint}"
+        )
     raise FileNotFoundError(
         f"load_images: there is no folder or zip file {source}; give one with a subfolder of images per class"
     )
