@@ -69,3 +69,9 @@ def test_importing_moesaic_imports_nothing_that_only_some_users_need():
 
 def test_defaults_are_the_recorded_ones():
     assert defaults() == json.loads(FILE.read_text("utf-8"))
+
+
+def test_tab_completion_offers_names_and_packages_alone():
+    offered = {name for name in dir(moesaic) if not name.startswith("_")}
+    assert offered >= {*NAMES, "insight", "layers", "training"} - {"__version__"}
+    assert not offered & {"sys", "Any", "TYPE_CHECKING", "import_module", "checks", "files"}

@@ -59,3 +59,13 @@ def test_a_soft_routing_assigns_all_units_to_all_experts():
     assert routing.mask.all()
     torch.testing.assert_close(routing.weights.sum(-1), torch.ones(2, 5))
     torch.testing.assert_close(routing.load.sum(), torch.tensor(10.0))
+
+
+def test_a_record_is_printed_in_one_line_of_shapes():
+    routing = moesaic.ExpertChoice(1, 4, 2).choose(torch.zeros(8, 49, 4), grid=(7, 7))
+    assert repr(routing) == (
+        "Routing(unit='patch', chooser='expert', scores=(8, 49, 4), index=(8, 4, 2), gate=(8, 4, 2), grid=(7, 7))"
+    )
+    soft = moesaic.SoftRouter(1, experts=2, slots_per_expert=3)(torch.zeros(1, 1, 5, 1))
+    assert "dispatch=(1, 5, 2, 3)" in repr(soft)
+    assert "index" not in repr(soft)

@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__, *_PACKAGES})
 
 
 if sys.modules.get("timm"):

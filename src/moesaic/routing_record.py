@@ -72,6 +72,21 @@ class Routing:
         check_choice("Routing", "unit", self.unit, get_args(Unit))
         check_choice("Routing", "chooser", self.chooser, get_args(Chooser))
 
+    def __repr__(self) -> str:
+        """Shapes rather than tensors, which would fill the screen.
+
+        >>> Routing("patch", torch.zeros(5, 4, 2), torch.zeros(5, 2, 1).long(), torch.ones(5, 2, 1), "expert", (2, 2))
+        Routing(unit='patch', chooser='expert', scores=(5, 4, 2), index=(5, 2, 1), gate=(5, 2, 1), grid=(2, 2))
+        """
+        parts = [f"unit={self.unit!r}", f"chooser={self.chooser!r}"]
+        for name in ("scores", "index", "gate", "dispatch"):
+            tensor: Tensor | None = getattr(self, name)
+            parts += [] if tensor is None else [f"{name}={tuple(tensor.shape)}"]
+        for name, absent in (("grid", None), ("extent", None), ("prefix", 0)):
+            value = getattr(self, name)
+            parts += [] if value == absent else [f"{name}={value}"]
+        return f"Routing({', '.join(parts)})"
+
     @property
     def batch(self) -> int:
         return self.scores.shape[0]

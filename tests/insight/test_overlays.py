@@ -253,3 +253,10 @@ def test_units_without_a_place_cannot_be_drawn():
 def test_an_empty_batch_cannot_be_drawn():
     with pytest.raises(ValueError, match=r"0 images, but 0 were routed; .* at least one"):
         overlay(IMAGES[:0], expert_choice(batch=0))
+
+
+def test_what_is_no_routing_is_refused_with_the_way_to_get_one():
+    with pytest.raises(
+        TypeError, match=r"routing is a Tensor; pass the Routing of one layer.*overlay\(images, routing"
+    ):
+        overlay(torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8))  # pyright: ignore[reportArgumentType]

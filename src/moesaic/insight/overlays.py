@@ -93,6 +93,11 @@ def overlay(
     from matplotlib.figure import Figure
 
     check_positive("overlay", max_images=max_images)
+    if not isinstance(routing, Routing):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"overlay: routing is a {type(routing).__name__}; pass the Routing of one layer, which record_routing has "
+            "under the name of the layer: overlay(images, routing[name])"
+        )
     grid, filled = _grid(routing)
     routing, prefixed = routing.without_prefix(), routing
     picked = _picked_experts(routing, experts)
