@@ -45,7 +45,7 @@ def printed(found: Comparison, width: int = 200) -> str:
 
 def test_a_verdict_says_how_many_labels_are_saved_at_which_accuracy():
     text = first_verdict(comparison(SIZES, CNN, AHEAD))
-    assert re.fullmatch(r"On faces, pmoe reaches 90 % with 49 % fewer labels than cnn \[\d\d, \d\d\]\.", text)
+    assert re.fullmatch(r"On faces, pmoe reaches 90 % with 49 % \[\d\d, \d\d\] fewer labels than cnn\.", text)
 
 
 def test_the_baseline_can_win():
@@ -196,8 +196,22 @@ def test_heads_and_their_learning_rates_are_explained_in_words(tmp_path):
     rates = {"routed": 0.03, "mean": 0.003}
     found = replace(found, models=(found.models[0], head), recipe={**found.recipe, "head_lrs": rates})
     text = words_of(page_of(tmp_path, found))
-    assert "head=routed: a head that has experts, each of which selects a few positions of the last map" in text
+    assert "head=routed: a head that has experts, each of which selects a few positions of the last feature map" in text
     assert "head lrs routed 0.03; mean 0.003" in text
+
+
+def test_networks_named_after_their_heads_are_explained_where_they_first_appear(tmp_path):
+    found = comparison(SIZES, CNN, AHEAD)
+    heads = tuple(
+        replace(model, name=name, spelling=f"timm/resnet18:{name}")
+        for model, name in zip(found.models, ("head=mean", "head=routed"), strict=True)
+    )
+    runs = tuple(replace(run, model="head=mean" if run.model == "cnn" else "head=routed") for run in found.runs)
+    found = replace(found, models=heads, runs=runs)
+    for text in (words_of(page_of(tmp_path, found)).partition("Which network")[0], printed(found)):
+        assert "head=mean takes the mean over all positions of the last feature map." in text
+        assert "head=routed has experts, each of which selects a few positions of the last feature map." in text
+    assert "takes the mean" not in printed(comparison(SIZES, CNN, AHEAD))
 
 
 def test_what_follows_from_the_runs_is_in_result_json_and_does_not_depend_on_seconds(tmp_path):
@@ -213,7 +227,7 @@ def test_what_follows_from_the_runs_is_in_result_json_and_does_not_depend_on_sec
     content = json.loads((tmp_path / "result.json").read_text("utf-8"))
     assert content["verdicts"] == [first_verdict(found)]
     assert content["accuracies"]["cnn"][2]["value"] == pytest.approx(90.0667, abs=1e-3)
-    assert content["contrasts"][0]["saving"]["saver"] == "pmoe"
+    assert content["paired_comparisons"][0]["saving"]["saver"] == "pmoe"
     assert _timeless(derived_from(slower)) == _timeless(derived_from(found))
 
 

@@ -58,7 +58,7 @@ def test_who_is_ahead_is_named_first_with_a_lead_above_zero():
 def test_a_saving_is_a_number_with_its_interval_or_a_bound():
     assert saved(PAIR) == "–"
     assert saved(replace(PAIR, saving=EXACT)) == "43 % [20, 60]"
-    assert saving(FOUND, EXACT) == "pmoe reaches 80 % with 43 % fewer labels than cnn [20, 60]"
+    assert saving(FOUND, EXACT) == "pmoe reaches 80 % with 43 % [20, 60] fewer labels than cnn"
     bound = replace(EXACT, at_least=True)
     assert saved(replace(PAIR, saving=bound)) == "at least 20 %"
     assert saving(FOUND, bound) == (

@@ -76,3 +76,12 @@ def test_spaced_rows_begin_with_the_first_and_end_with_the_last(count, most):
     rows = spaced(count, most)
     assert len(rows) == min(count, most) == len(set(rows))
     assert (rows[0], rows[-1]) == (0, count - 1)
+
+
+def test_the_ticks_of_an_axis_are_all_decimals_or_all_powers():
+    decimals = LineChart("Rate", "", (1, 2), (Line("rate", (0.0009, 0.0001)),), low=0.0).svg
+    assert all(f">{tick}</text>" in decimals for tick in ("0.001", "0.0008", "0.0002"))
+    assert "⁻" not in decimals
+    powers = LineChart("Rate", "", (1, 2), (Line("rate", (0.0004, 0.0001)),), low=0.0).svg
+    assert "4·10⁻⁴" in powers
+    assert "0.0004</text>" not in powers

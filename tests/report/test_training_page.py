@@ -32,7 +32,7 @@ def test_the_page_has_every_number_of_every_epoch(tmp_path):
     assert table[1][:4] == ["1", "2.0000", "50.00", "–"]
     assert table[4][:4] == ["4", "0.5000", "53.00", "43.00"]
     assert len(table) == 5
-    for title in ("Accuracy", "Loss", "Learning rate"):
+    for title in ("Accuracy (%)", "Loss", "Learning rate"):
         assert f"<h3>{title}</h3>" in page
     assert "epoch 4, test: 43" in page
 

@@ -42,7 +42,7 @@ def derived_from(found: Comparison) -> dict[str, Any]:
         "accuracies": {
             model.name: [asdict(estimate) for estimate in accuracies(found, model.name)] for model in found.models
         },
-        "contrasts": [asdict(pair) for pair in compared],
+        "paired_comparisons": [asdict(pair) for pair in compared],
     }
 
 
@@ -56,6 +56,8 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     console.print(_table(found, compared))
     key = f"test accuracy in percent [95 % interval over {text.trial_count(found)} trials]"
     console.print(Text(key, style="bright_black"))
+    for line in text.heads(found):
+        console.print(Text(line, style="bright_black"))
     if found.ended:
         console.print(Text(f"no more trials were added because {found.ended}", style="bright_black"))
     for answer in text.answers(found, compared):
@@ -102,6 +104,7 @@ def write_comparison_report(
         costs=_cost_rows(found, compared),
         work=next((pair.work for pair in compared if pair.work is not None), None),
         groups=_group_rows(found),
+        heads=text.heads(found),
         meaning=text.meaning,
         recipe=_recipe(found),
         command=command,

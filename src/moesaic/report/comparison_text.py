@@ -17,6 +17,7 @@ __all__ = [
     "Answer",
     "answers",
     "flops",
+    "heads",
     "is_level",
     "lead",
     "meaning",
@@ -41,10 +42,10 @@ _UNCERTAIN = 100.0
 """A ratio whose interval spans more than this factor is given without it."""
 _HEAD = re.compile(r":head=(\w+)")
 _HEADS = {
-    "mean": "takes the mean over all positions of the last map",
-    "max": "takes the maximum over all positions of the last map",
-    "attention": "takes a mean of all positions of the last map, weighted by attention",
-    "routed": "has experts, each of which selects a few positions of the last map",
+    "mean": "takes the mean over all positions of the last feature map",
+    "max": "takes the maximum over all positions of the last feature map",
+    "attention": "takes a mean of all positions of the last feature map, weighted by attention",
+    "routed": "has experts, each of which selects a few positions of the last feature map",
 }
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
@@ -103,10 +104,27 @@ def meaning(model: ComparedModel) -> str:
     """What a short name of a network stands for.
 
     >>> meaning(ComparedModel("head=mean", 9, 9, 0.0, "timm/resnet18:pretrained:head=mean"))
-    'timm/resnet18:pretrained:head=mean: a head that takes the mean over all positions of the last map'
+    'timm/resnet18:pretrained:head=mean: a head that takes the mean over all positions of the last feature map'
     """
-    head = _HEAD.search(model.spelling)
-    return f"{model.spelling}: a head that {_HEADS[head[1]]}" if head and head[1] in _HEADS else model.spelling
+    head = _head(model)
+    return f"{model.spelling}: a head that {head}" if head else model.spelling
+
+
+def heads(found: Comparison) -> list[str]:
+    """A sentence on each network whose name is that of its head; for others the name says it.
+
+    >>> model = ComparedModel("head=mean", 9, 9, 0.0, "timm/resnet18:pretrained:head=mean")
+    >>> from moesaic.report.comparison_text import _head
+    >>> _head(model)
+    'takes the mean over all positions of the last feature map'
+    """
+    named = [(model.name, _head(model)) for model in found.models if model.name.startswith("head=")]
+    return [f"{name} {head}." for name, head in named if head]
+
+
+def _head(model: ComparedModel) -> str:
+    found = _HEAD.search(model.spelling)
+    return _HEADS.get(found[1], "") if found else ""
 
 
 @dataclass(frozen=True)
@@ -203,8 +221,8 @@ def saving(found: Comparison, saving: Saving) -> str:
             f"(95 % interval from {share.low:.0f} %); it reaches it with the smallest number of labels tested"
         )
     return (
-        f"{saving.saver} reaches {level} % with {share.value:.0f} % fewer labels than {saving.other} "
-        f"[{share.low:.0f}, {share.high:.0f}]"
+        f"{saving.saver} reaches {level} % with {share.value:.0f} % [{share.low:.0f}, {share.high:.0f}] fewer labels "
+        f"than {saving.other}"
     )
 
 

@@ -22,6 +22,8 @@ _WIDTH, _HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 38
 _MAX_POINTS = 200
 """Points of a line; of more, equally spaced ones are drawn."""
+_SMALL = 1e-3
+"""Numbers below are written as powers of ten."""
 _MARKED = 40
 """Lines of at most so many points have markers."""
 
@@ -82,12 +84,10 @@ class LineChart:
         parts = [
             f'<svg class="lines" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(self.description)}">'
         ]
-        for tick in ticks:
+        for tick, text in zip(ticks, self._tick_texts(ticks), strict=True):
             y = self._y(tick, ticks)
             parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>')
-            parts.append(
-                f'<text class="tick" x="{_LEFT - 6}" y="{y + 4.5:.1f}" text-anchor="end">{_short(tick)}</text>'
-            )
+            parts.append(f'<text class="tick" x="{_LEFT - 6}" y="{y + 4.5:.1f}" text-anchor="end">{text}</text>')
         for tick in _epoch_ticks(self.x):
             x = self._x(tick)
             parts.append(f'<text class="tick" x="{x}" y="{_HEIGHT - _BOTTOM + 16}" text-anchor="middle">{tick}</text>')
@@ -124,6 +124,11 @@ class LineChart:
             step = max(1, -(-(last - first) // 5))
             return [10.0**power for power in range(first, max(last, first + 1) + step, step)]
         return _nice_ticks(low, high)
+
+    def _tick_texts(self, ticks: Sequence[float]) -> list[str]:
+        """All as decimals, or all small ones as powers: an axis with 0.001 and 8·10⁻⁴ is hard to read."""
+        powers = self.log or max(map(abs, ticks)) < _SMALL
+        return [_short(tick) if powers else number(tick) for tick in ticks]
 
     def _x(self, epoch: float) -> float:
         first, last = (self.x[0], self.x[-1]) if self.x else (0, 1)
@@ -184,7 +189,7 @@ def _epoch_ticks(x: Sequence[int]) -> list[int]:
 
 def _short(value: float) -> str:
     """A tick: 1e-05 as 10⁻⁵."""
-    if value and abs(value) < 1e-3:
+    if value and abs(value) < _SMALL:
         exponent = math.floor(math.log10(abs(value)) + 1e-9)
         mantissa = value / 10.0**exponent
         power = f"10{str(exponent).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

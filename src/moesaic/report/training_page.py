@@ -157,11 +157,11 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         facts.append(("test accuracy", f"{accuracy:.1f} %"))
     if run.predictions is not None and len(run.predictions.labels):
         often = 100 * int(run.predictions.labels.bincount().max()) / len(run.predictions.labels)
-        facts.append(("most frequent class", f"{often:.1f} %"))
+        facts.append(("always the most frequent class", f"{often:.1f} %"))
     tested = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
     if len(tested) > 1:
         best = max(tested, key=lambda epoch: epoch.test_accuracy or 0.0)
-        facts.append(("best test", f"{best.test_accuracy:.1f} % in epoch {best.number}"))
+        facts.append(("best test accuracy", f"{best.test_accuracy:.1f} % in epoch {best.number}"))
     if run.epochs:
         last = run.epochs[-1]
         facts.append(("training accuracy", f"{last.train_accuracy:.1f} %"))
@@ -186,14 +186,20 @@ def _curves(run: RunRecord) -> _Figure | None:
     )
     charts = [
         LineChart(
-            "Accuracy",
+            "Accuracy (%)",
             "percent",
             x,
             accuracies,
-            "In percent. Training accuracy is that of each image before it was learned from.",
+            "Training accuracy is measured during the epoch, on each batch before the step on it.",
             high=100.0,
         ),
-        LineChart("Loss", "cross-entropy", x, (_line("training", [epoch.loss for epoch in epochs]),), "Cross-entropy."),
+        LineChart(
+            "Loss",
+            "cross-entropy",
+            x,
+            (_line("training", [epoch.loss for epoch in epochs]),),
+            "Cross-entropy of the training images.",
+        ),
         LineChart("Learning rate", "", x, (_line("rate", [epoch.lr for epoch in epochs]),), low=0.0),
     ]
     columns = ["epoch", "loss", "training %", "test %", "learning rate", "images/s", "seconds"]
@@ -254,7 +260,7 @@ def _layer(name: str, epochs: Sequence[Epoch]) -> _LayerView:
         measures["overlap of experts"] = [each.overlap for each in routings]
         measures["overlap by chance"] = [each.chance for each in routings]
     lines = tuple(_line(label, values) for label, values in measures.items())
-    charts = [LineChart("Choices", "0 to 1", x, lines, low=0.0, high=1.0)]
+    charts = [LineChart("Measures of the routing (0 to 1)", "0 to 1", x, lines, low=0.0, high=1.0)]
     if last.chooser != "expert":
         charts.insert(0, LineChart("Load of the experts", "share", x, _load_lines(loads, experts), low=0.0))
     picked = spaced(len(epochs), _TABLE_ROWS)
@@ -331,7 +337,11 @@ def _mistakes(names: Sequence[str], predictions: SavedPredictions | None) -> lis
 
 
 def _mistake(names: Sequence[str], mistake: Mistake) -> _MistakeView:
-    guesses = zip(mistake.top, mistake.probabilities, strict=True)
+    guesses = [
+        (guess, probability)
+        for guess, probability in zip(mistake.top, mistake.probabilities, strict=True)
+        if guess != mistake.label  # which has a line of its own
+    ]
     return _MistakeView(
         _data_uri(mistake.image),
         max(mistake.image.shape[1:]) < 64,

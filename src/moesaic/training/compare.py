@@ -213,7 +213,8 @@ def _notes(dataset: ImageDataset, grid: Grid) -> Iterator[str]:
     if margin > _NOTED_MARGIN:
         yield (
             f"All runs are tested on the same {len(dataset.test):,} images: intervals show how far trials differ, not "
-            f"how far other test images would differ. On so many an accuracy of 50 % is known to ±{margin:.0f} points."
+            f"how far other test images would differ. On {len(dataset.test):,} images an accuracy of 50 % is known "
+            f"to ±{margin:.0f} points."
         )
     if grid.samples[-1] == len(dataset.train):
         yield (
