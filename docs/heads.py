@@ -168,7 +168,7 @@ def overall_table(content: Result) -> str:
         tasks = [task for task, value in content["shares"].items() if belongs(value)]
         cells = [f"{mean_accuracy(content, tasks, head):.1f}" for head in HEADS]
         rows.append([kind, str(len(tasks)), *cells])
-    return markdown(["share that tells", "tasks", *HEADS], rows)
+    return markdown(["deciding share", "tasks", *HEADS], rows)
 
 
 def mean_accuracy(content: Result, tasks: Sequence[str], head: str) -> float:
@@ -277,7 +277,7 @@ def draw_task(axes: Any, content: Result, task: str) -> None:
 
 
 def draw_sweep(axes: Any, content: Result) -> None:
-    """The lead over each peer against the share that tells."""
+    """The lead over each peer against the deciding share."""
     tasks = [task for task in content["shares"] if task.startswith(SWEEP)]
     places = range(len(tasks))
     for i, peer in enumerate(PEERS):
@@ -296,7 +296,7 @@ def draw_sweep(axes: Any, content: Result) -> None:
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.set_xticks(list(places), [share(content["shares"][task]) for task in tasks])
     axes.set_title("dog or bird: lead of routed over each", fontsize=9)
-    axes.set(xlabel="share of the image that tells", ylabel="points")
+    axes.set(xlabel="share of the image that decides", ylabel="points")
     axes.grid(True, color=GRID, linewidth=0.6)
 
 

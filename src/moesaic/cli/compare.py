@@ -110,11 +110,11 @@ class Compare(DatasetOptions, _CompareOptions):
             return 0
         budget = None if self.minutes is None else self._budget(out, dataset)
         try:
-            with _told(self.batch_size, device, out):
+            with _run_errors(self.batch_size, device, out):
                 grid, recipe = self._chosen(dataset, grid, recipe, out, device, start, jobs, budget)
             with user_errors("compare"):
                 command, machine = ("", "") if is_worker() else write_config(out, self, given, device)
-            with _told(self.batch_size, device, out):
+            with _run_errors(self.batch_size, device, out):
                 if jobs > 1:
                     self._run_workers(given, jobs, threads, device)
                 found = self._compare(dataset, grid, recipe, out, device, machine, budget)
@@ -165,7 +165,7 @@ class Compare(DatasetOptions, _CompareOptions):
     ) -> None:
         from moesaic.report.comparison_plan import describe_plan
 
-        with _told(self.batch_size, device, out):
+        with _run_errors(self.batch_size, device, out):
             plan = self._plan(dataset, grid, recipe, out, device, start, jobs)
         sys.stdout.write("".join(f"{line}\n" for line in describe_plan(plan, self.minutes)))
 
@@ -357,7 +357,7 @@ def _progress() -> Generator[Progress]:
 
 
 @contextmanager
-def _told(batch_size: int, device: str, out: Path) -> Generator[None]:
+def _run_errors(batch_size: int, device: str, out: Path) -> Generator[None]:
     """Turns errors of training runs into a `CommandError`."""
     import torch
 

@@ -107,9 +107,9 @@ class LineChart:
         parts = [f'<polyline points="{path}" fill="none" stroke="{colour}"{dash}/>']
         visible = len(places) <= _MARKED
         for x, y, epoch, value in places:
-            told = f"<title>epoch {epoch}, {escape(line.label)}: {number(value)}</title>"
-            look = f'r="2.4" fill="{colour}"' if visible else 'r="5" fill="transparent"'
-            parts.append(f'<circle cx="{x}" cy="{y}" {look}>{told}</circle>')
+            tooltip = f"<title>epoch {epoch}, {escape(line.label)}: {number(value)}</title>"
+            style = f'r="2.4" fill="{colour}"' if visible else 'r="5" fill="transparent"'
+            parts.append(f'<circle cx="{x}" cy="{y}" {style}>{tooltip}</circle>')
         return parts
 
     def _values(self) -> list[float]:
