@@ -170,6 +170,7 @@ def test_a_level_has_a_decimal_where_whole_percents_are_below_the_start():
     ("share", "text"),
     [
         (Estimate(2.0, -26.0, 31.0), "pmoe may need anything from 31 % fewer to 26 % more labels than cnn"),
+        (Estimate(-9.0, -381.0, 0.2), "pmoe saves none of the labels of cnn, and how many more it needs is not clear"),
         (Estimate(2.0, -381.0, 31.0), "pmoe saves at most 31 % of the labels of cnn"),
         (Estimate(-math.inf, -math.inf, 31.0), "pmoe saves at most 31 % of the labels of cnn"),
         (Estimate(2.0, -381.0, 99.0), "the accuracies of the trials lie too far apart to give a number of labels"),

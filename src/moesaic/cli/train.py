@@ -357,7 +357,7 @@ class Train(DatasetOptions, _TrainOptions):
             resolve_gate_recipe(model, recipe)
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
-                progress.begin(f"{self.model}, {len(dataset.train)} images", recipe.epochs)
+                progress.begin(f"{spec.name}, {len(dataset.train)} images", recipe.epochs)
                 found = fit(
                     model,
                     dataset,

@@ -35,6 +35,9 @@ FLOPS_PER_IMAGE = 2 * 3
 NARROW_MARGIN = 2.0
 """Points of accuracy: models that differ by less are as good as level, where no number of trials tells them apart."""
 
+_NO_SAVING = 0.5
+"""Percent of the labels: a bound below it would be printed as 0 %."""
+
 
 @dataclass(frozen=True)
 class Saving:
@@ -212,6 +215,8 @@ def _open_saving(model: str, baseline: str, share: Estimate) -> str:
     fewer, more = f"{share.high:.0f} %", f"{-share.low:.0f} %" if math.isfinite(share.low) else ""
     if share.low >= -100:
         return f"{model} may need anything from {fewer} fewer to {more} more labels than {baseline}"
+    if share.high < _NO_SAVING:
+        return f"{model} saves none of the labels of {baseline}, and how many more it needs is not clear"
     if share.high <= 90:
         return f"{model} saves at most {fewer} of the labels of {baseline}"
     return "the accuracies of the trials lie too far apart to give a number of labels"
