@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import moesaic
+from moesaic.checks import check_choice
 from moesaic.layers.heads import AttentionHead, PooledHead
 from moesaic.routing import SampleRouter
 
@@ -115,3 +116,11 @@ def test_a_layer_inside_of_a_traced_network_reports_its_control_flow():
     network = nn.Sequential(moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=1))
     with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):
         torch.fx.symbolic_trace(network)
+
+
+def test_the_nearest_of_many_names_comes_before_the_list():
+    names = [f"network{i}" for i in range(20)]
+    with pytest.raises(ValueError, match=r"name='netwrk7' is unknown; did you mean 'network7'\? It may be 'net"):
+        check_choice("create_model", "name", "netwrk7", names)
+    with pytest.raises(ValueError, match=r"name='x' is unknown; use 'network0', "):
+        check_choice("create_model", "name", "x", names)
