@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from moesaic.ops.cpu_gemm import expert_bmm, expert_mm
 from moesaic.ops.eager import is_eager_cpu
 from moesaic.ops.grouped_gemm import group_sizes, grouped_matmul
 
@@ -46,15 +47,15 @@ class _EqualGroups(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(values, weight)
-        return torch.bmm(values, weight.transpose(1, 2))
+        return expert_bmm(values, weight.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         values, weight = ctx.saved_tensors
         wants_values, wants_weight = ctx.needs_input_grad
         return (
-            torch.bmm(grads[0], weight) if wants_values else None,
-            torch.bmm(grads[0].transpose(1, 2), values) if wants_weight else None,
+            expert_bmm(grads[0], weight) if wants_values else None,
+            expert_bmm(grads[0].transpose(1, 2), values) if wants_weight else None,
         )
 
 
@@ -64,7 +65,7 @@ class _UnequalGroups(torch.autograd.Function):
         ctx.save_for_backward(values, weight)
         ctx.sizes = sizes
         groups = zip(_split(values, sizes), weight.unbind(), strict=True)
-        return torch.cat([part @ matrix.T for part, matrix in groups])
+        return torch.cat([expert_mm(part, matrix.T) for part, matrix in groups])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -73,10 +74,11 @@ class _UnequalGroups(torch.autograd.Function):
         parts = _split(grads[0], ctx.sizes)
         grad_values = grad_weight = None
         if wants_values:
-            grad_values = torch.cat([part @ matrix for part, matrix in zip(parts, weight.unbind(), strict=True)])
+            pairs = zip(parts, weight.unbind(), strict=True)
+            grad_values = torch.cat([expert_mm(part, matrix) for part, matrix in pairs])
         if wants_weight:
             groups = zip(parts, _split(values, ctx.sizes), strict=True)
-            grad_weight = torch.stack([part.T @ own for part, own in groups])
+            grad_weight = torch.stack([expert_mm(part.T, own) for part, own in groups])
         return grad_values, grad_weight, None
 
 

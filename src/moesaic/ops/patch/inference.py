@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
+from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.eager import is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import patch_pixels, tap_targets
@@ -78,8 +79,9 @@ def conv_inference(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm
                 own.zero_()
             else:
                 own.view(-1, *prepared.background.shape).copy_(prepared.background)
-            contributions = torch.bmm(values, prepared.matrix).view(-1, O)
-            y.index_add_(0, tables.scatter_rows(patch_P, first, B * tables.rows_per_image), contributions)
+            rows = tables.scatter_rows(patch_P, first, B * tables.rows_per_image).view(E, -1)
+            for own_experts, contributions in expert_bmm_parts(values, prepared.matrix):
+                y.index_add_(0, rows[own_experts].view(-1), contributions.view(-1, O))
         else:
             sums = _conv_within_pixels(values, prepared.matrix, tables, patch_P).view(E, gates.shape[1], -1, O)
             if prepared.background is not None:
@@ -96,11 +98,11 @@ def _conv_within_pixels(values: Tensor, matrix: Tensor, tables: _IndexTables, pa
     """Returns the sums (R, O) of the contributions of each expert's pixels to one another."""
     (E, M, _), taps = values.shape, tables.taps
     if taps == 1:
-        return torch.bmm(values, matrix)
+        return expert_bmm(values, matrix)
     O = matrix.shape[2] // taps
     contributions = values.new_empty(E * M * taps + 1, O)
     contributions[-1] = 0  # what a pixel receives where no pixel contributes
-    torch.bmm(values, matrix, out=contributions[:-1].view(E, M, taps * O))
+    expert_bmm(values, matrix, out=contributions[:-1].view(E, M, taps * O))
     return F.embedding_bag(tables.sources(patch_P), contributions, mode="sum")
 
 
@@ -272,7 +274,7 @@ def _prepare(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size:
         shift = (norm.bias - norm.running_mean * scale).unsqueeze(1)
         background_input = F.relu(shift)
         bn_relu = _BatchNormReLU(scale.unsqueeze(1), shift.clamp_max(0), -background_input)
-        taps_EkkO = torch.bmm(background_input, matrix).view(E, ks, ks, O)
+        taps_EkkO = expert_bmm(background_input, matrix).view(E, ks, ks, O)
         background = background_output(taps_EkkO, bias, map_size, spec)
     if background is not None and spec.gate_on == "input":
         background = background.movedim(0, -2)

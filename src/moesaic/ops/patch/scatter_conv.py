@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
 from moesaic.ops.dispatch import PatchSpec
 from moesaic.ops.eager import is_eager_cpu
 
@@ -153,10 +154,10 @@ def _scatter_conv(values: Tensor, weight: Tensor, matrix: Tensor, index: Scatter
     taps[-1] = 0  # what a row receives where no pixel contributes
     contributions = taps[:-1].view(E, M, ks * ks, O)
     if _transpose_contributions(M, weight):
-        transposed = torch.bmm(values, matrix.transpose(1, 2))
-        contributions.copy_(transposed.view(E, M, O, ks * ks).transpose(2, 3))
+        for experts, transposed in expert_bmm_parts(values, matrix.transpose(1, 2)):
+            contributions[experts].copy_(transposed.view(-1, M, O, ks * ks).transpose(2, 3))
     else:
-        torch.bmm(values, matrix.transpose(1, 2), out=contributions.view(E, M, ks * ks * O))
+        expert_bmm(values, matrix.transpose(1, 2), out=contributions.view(E, M, ks * ks * O))
     if index.within_pixels:
         sums = F.embedding_bag(index.sources_Rk, taps, mode="sum")
     else:
@@ -193,16 +194,16 @@ class _ScatterConv(torch.autograd.Function):
         grads = (grads.transpose(2, 3) if transpose else grads).reshape(E, M, ks * ks * O)
         grad_values = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_values = torch.bmm(grads, matrix)
+            grad_values = expert_bmm(grads, matrix)
         if ctx.needs_input_grad[1]:
             if ks == 1:
-                grad_weight = torch.bmm(grads.transpose(1, 2), values).view(weight.shape)
+                grad_weight = expert_bmm(grads.transpose(1, 2), values).view(weight.shape)
             elif transpose:
-                grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
+                grad_weight = expert_bmm(grads.transpose(1, 2), values).view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
             elif weight.is_contiguous():  # the layout closest to contiguous
-                grad_weight = torch.bmm(values.transpose(1, 2), grads).view(E, C, ks, ks, O).permute(0, 4, 1, 2, 3)
+                grad_weight = expert_bmm(values.transpose(1, 2), grads).view(E, C, ks, ks, O).permute(0, 4, 1, 2, 3)
             else:
-                grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
+                grad_weight = expert_bmm(grads.transpose(1, 2), values).view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
         return grad_values, grad_weight, None
 
 
