@@ -1,10 +1,14 @@
 """Residual networks: their sizes as published, and the one for CIFAR as it always was."""
 
+import copy
 import hashlib
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from moesaic.models.model_cost import count_macs
 from moesaic.models.resnet import ResNet, ResNet18, scale_width
@@ -103,3 +107,33 @@ def test_images_of_one_channel_are_accepted():
 def test_invalid_arguments_are_refused_with_the_limit(arguments, message):
     with pytest.raises(ValueError, match=message):
         ResNet(**{"num_classes": 2, **arguments})
+
+
+NARROW = """
+import torch
+from moesaic.models.resnet import ResNet
+
+torch.set_num_threads(2)
+torch.manual_seed(0)
+model = ResNet(18, 4, width=0.125).to(memory_format=torch.channels_last)
+x = torch.randn(3, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+for _ in range(5):
+    model(x).sum().backward()
+"""
+
+
+def test_narrow_networks_train_in_channels_last():
+    """Without `_subsampled_conv` the process ends in most runs, so that it has to be another one."""
+    run = subprocess.run([sys.executable, "-c", NARROW], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_narrow_shortcuts_compute_the_strided_convolution():
+    model = ResNet(18, 4, width=0.125).double()
+    narrow = {name: conv for name, conv in model.named_modules() if "_conv_forward" in vars(conv)}
+    assert [conv.in_channels for conv in narrow.values()] == [8]  # 16 and 32 in the stages behind
+    for conv in (*narrow.values(), *copy.deepcopy(narrow).values()):
+        assert type(conv) is nn.Conv2d
+        x = torch.randn(2, 8, 7, 6, dtype=torch.float64)
+        torch.testing.assert_close(conv(x), F.conv2d(x, conv.weight, stride=2), rtol=1e-12, atol=1e-12)
+    assert not any("_conv_forward" in vars(conv) for conv in ResNet(18, 4).modules())

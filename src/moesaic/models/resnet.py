@@ -25,6 +25,9 @@ __all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "ResNet18", "conv_bn", "sca
 LARGE_IMAGE = 128
 """Smallest image side for which networks are built in their ImageNet form."""
 
+_SAFE_CHANNELS = 16
+"""Input channels from which oneDNN's strided 1×1 convolutions are safe; see `_subsampled_conv`."""
+
 _EXPANSION = 4
 """Output channels of a bottleneck, as a multiple of those of its 3×3 convolution."""
 
@@ -139,8 +142,22 @@ class _Bottleneck(nn.Module):
 
 
 def _shortcut(in_channels: int, channels: int, stride: int) -> nn.Module:
-    same = in_channels == channels and stride == 1
-    return nn.Identity() if same else conv_bn(in_channels, channels, 1, stride)
+    if in_channels == channels and stride == 1:
+        return nn.Identity()
+    shortcut = conv_bn(in_channels, channels, 1, stride)
+    if stride == 2 and in_channels < _SAFE_CHANNELS:
+        vars(shortcut[0])["_conv_forward"] = _subsampled_conv
+    return shortcut
+
+
+def _subsampled_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A 1×1 convolution at stride 2, as one at stride 1 of every second pixel.
+
+    In channels_last, the weight gradient of strided 1×1 convolutions with few input channels overruns a buffer of
+    oneDNN (https://github.com/uxlfoundation/oneDNN/issues/6035): the process ends, or its memory is corrupt. This takes
+    the place of a method of ``nn.Conv2d``; traces would look into a subclass.
+    """
+    return F.conv2d(x[:, :, ::2, ::2], weight, bias)
 
 
 def conv_bn(in_channels: int, channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
