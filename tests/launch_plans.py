@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.ops.launch_plan import LaunchPlans, Place, Recorder, recorder
+from moesaic.ops.launch_plan import Place
+from moesaic.ops.launch_recorder import Recorder, recorder
+from moesaic.ops.plan_cache import LaunchPlans
 
 record = LaunchPlans._record
 

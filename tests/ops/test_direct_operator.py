@@ -6,6 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from moesaic.ops import plan_cache
 from moesaic.ops.direct_operator import direct_operator
 
 calls: list[str] = []
@@ -178,3 +179,27 @@ def test_a_mutated_argument_counts_as_changed():
     count(torch.ones(2), counter)
     assert counter == 1
     assert counter._version > version
+
+
+@direct_operator("moesaic_test::matmul")
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    return torch.mm(x, y)
+
+
+@matmul.register_fake
+def _(x, y):
+    return x.new_empty(x.shape[0], y.shape[1])
+
+
+@pytest.mark.parametrize("call", [matmul, matmul.operator], ids=["direct", "dispatched"])
+def test_autocast_does_not_reach_what_an_operator_computes(call, monkeypatch):
+    """Its plan would be another one than outside of autocast, for the same arguments."""
+    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
+    torch.manual_seed(0)
+    x = torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            inside = call(x, x.T)
+    assert inside.dtype == torch.float32
+    assert torch.equal(inside, x @ x.T)
+    assert torch.equal(call(x, x.T), x @ x.T)

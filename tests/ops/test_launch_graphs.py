@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from launch_plans import arguments, assert_same, launch, mixed, record
 from torch import Tensor
 
-from moesaic.ops import launch_graphs, launch_plan
+from moesaic.ops import launch_graphs, plan_cache
 from moesaic.ops.launch_graphs import CapturedOperator, Graph, GraphDriver, OutputMemory, Workspace, arrange
-from moesaic.ops.launch_plan import LaunchPlans, Recorder
+from moesaic.ops.launch_recorder import Recorder
+from moesaic.ops.plan_cache import LaunchPlans
 
 CPU = torch.device("cpu")
 BYTES = torch.uint8
@@ -304,7 +305,7 @@ def test_zeros_sums_and_copies_are_part_of_a_graph():
 
 def test_a_plan_on_another_device_has_no_graph(fake, monkeypatch):
     monkeypatch.setattr(LaunchPlans, "_record", record)
-    monkeypatch.setattr(launch_plan, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
     planned = LaunchPlans(lambda x: x + 1)
     x = torch.ones(3)
     for _ in range(4):
@@ -400,7 +401,7 @@ def test_graphs_of_a_layer_on_a_gpu_equal_its_launches(monkeypatch):
 
     for operator in (autograd_ops.patch_route_conv, autograd_ops.patch_conv_backward):
         operator._implementation._plans.clear()
-        operator._implementation._recent = ()
+        operator._implementation._recent = {}
     for x, known in zip(inputs, expected, strict=True):
         for _ in range(10):
             for one, other in zip(step(x), known, strict=True):

@@ -8,13 +8,14 @@ import torch
 from launch_plans import arguments, assert_same, launch, mixed, record
 from torch import Tensor
 
-from moesaic.ops import launch_plan, tile_sizes
-from moesaic.ops.launch_plan import LaunchPlans, Recorder, recorder
+from moesaic.ops import plan_cache, tile_sizes
+from moesaic.ops.launch_recorder import Recorder, recorder
+from moesaic.ops.plan_cache import LaunchPlans
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(launch_plan, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
     monkeypatch.setattr(LaunchPlans, "_record", record)  # without the replay that other tests add
 
 
@@ -108,6 +109,37 @@ def test_inputs_that_are_one_tensor_need_not_be_one_the_next_time():
     assert planned(x, x).tolist() == [3.0] * 3
     assert planned(x, torch.zeros(3)).tolist() == [2.0] * 3
     assert planned(x, x).tolist() == [3.0] * 3
+
+
+def test_inputs_at_one_address_need_not_be_there_the_next_time():
+    """Tensors of their own, unlike in the test above, of one memory."""
+    planned = LaunchPlans(lambda x, y: x * 2 + y)
+    x = torch.ones(3)
+    for _ in range(3):
+        assert planned(x, x.detach()).tolist() == [3.0] * 3
+    for _ in range(2):
+        assert planned(x, torch.zeros(3)).tolist() == [2.0] * 3
+
+
+def test_many_kinds_in_turns_run_no_code_again():
+    work = Counted(lambda x, weight, flag: x * flag + weight)
+    planned = LaunchPlans(work)
+    kinds = [(torch.ones(rows, columns), torch.ones(columns), flag)
+             for rows in range(1, 12) for columns in (2, 3) for flag in (1, 2, 3)]  # fmt: skip
+    for turn in range(3):
+        for x, weight, flag in kinds:
+            assert torch.equal(planned(x * turn, weight, flag), x * turn * flag + weight)
+    assert work.runs == len(kinds)
+
+
+def test_an_empty_output_of_inference_mode_may_be_saved_for_a_gradient():
+    planned = LaunchPlans(lambda x: (x + 1, x.new_empty(0)))
+    with torch.inference_mode():
+        for _ in range(2):
+            planned(torch.ones(2))
+    weight = torch.ones(0, requires_grad=True)
+    (weight * planned(torch.ones(2))[1]).sum().backward()
+    assert weight.grad is not None
 
 
 def test_overlapping_inputs_are_not_planned():
@@ -211,14 +243,14 @@ def test_nothing_is_planned_while_tiles_are_timed_or_a_profiler_hooks_into_launc
     with tile_sizes._recording():
         planned(torch.ones(1))
     assert not planned._plans
-    monkeypatch.setattr(launch_plan, "_bypass", [lambda: True])
+    monkeypatch.setattr(plan_cache, "_bypass", [lambda: True])
     planned(torch.ones(1))
     assert not planned._plans
     assert work.runs == 2
 
 
 def test_plans_are_limited_in_number(monkeypatch):
-    monkeypatch.setattr(launch_plan, "_MOST", 3)
+    monkeypatch.setattr(plan_cache, "_MOST", 3)
     planned = LaunchPlans(lambda x: x + 1)
     for size in range(1, 7):
         assert planned(torch.ones(size)).tolist() == [2.0] * size
@@ -226,7 +258,7 @@ def test_plans_are_limited_in_number(monkeypatch):
 
 
 def test_other_devices_run_the_code(monkeypatch):
-    monkeypatch.setattr(launch_plan, "_planned", {"cuda"})
+    monkeypatch.setattr(plan_cache, "_planned", {"cuda"})
     planned = LaunchPlans(lambda x: x + 1)
     planned(torch.ones(1))
     assert not planned._plans

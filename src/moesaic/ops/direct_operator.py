@@ -17,13 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from moesaic.ops.launch_plan import LaunchPlans, Parts, parts_of
+from moesaic.ops.plan_cache import LaunchPlans, Parts, parts_of
 
 __all__ = ["DirectOperator", "direct_operator"]
 
 _PLAIN = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
-_VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+_EXCLUDED = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+for _key in (_C.DispatchKey.AutocastCUDA, _C.DispatchKey.AutocastCPU):
+    _EXCLUDED |= _C.DispatchKeySet(_key)
+"""What stands above an operator's own work. Without views: a permuted output would count as a view made inside of a
+function, which autograd does not let the next layer change in place. Without autocast: under it a backward pass would
+record other matmuls than without."""
 
 
 class _Given(threading.local):
@@ -58,7 +63,8 @@ class DirectOperator:
 
         @wraps(implementation)
         def planned(*arguments: Any) -> Any:
-            return plans(*arguments)
+            with _C._ExcludeDispatchKeyGuard(_EXCLUDED):
+                return plans(*arguments)
 
         self.operator: Any = custom_op(name, planned, mutates_args=tuple(mutates))
         self.__doc__ = implementation.__doc__
@@ -68,12 +74,8 @@ class DirectOperator:
         self._mutated = tuple(parameters.index(each) for each in mutates)
 
     def run(self, arguments: tuple[Any, ...], parts: Parts) -> Any:
-        """Computes the outputs below autograd, as the dispatcher does; ``parts`` are those of the arguments.
-
-        Without views: a permuted output would count as a view made inside of a function, which autograd does not let
-        the next layer change in place.
-        """
-        with _C._ExcludeDispatchKeyGuard(_VIEWS):
+        """Computes the outputs below autograd, as the dispatcher does; ``parts`` are those of the arguments."""
+        with _C._ExcludeDispatchKeyGuard(_EXCLUDED):
             return self._implementation.call(arguments, parts)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.ops.launch_plan import Place, Step, bypass_plans_if, plan_on, recorder
+from moesaic.ops.launch_plan import Place, Step
+from moesaic.ops.launch_recorder import recorder
+from moesaic.ops.plan_cache import bypass_plans_if, plan_on
 
 __all__ = ["CachedKernel", "InterpretedKernel", "cached_launch"]
 

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.launch_plan import recorder
+from moesaic.ops.launch_recorder import recorder
 from moesaic.ops.triton.cached_launch import cached_launch
 
 __all__ = [
