@@ -3,10 +3,11 @@
     python benchmarks/host_time.py [--only "gated VGG"] [--repetitions 200] [--out FILE.json] [--profile]
 
 Needs Triton, of which nothing is compiled. Tensors are small and lie on a CPU, where operators are planned as on a GPU;
-a launch of a kernel calls nothing, and a CUDA graph calls an empty function of the C library. What is left is Python,
-torch's own dispatch, and the small arithmetic of torch's operators, so that rows with a peer say what ours add. Figures
-are medians of the thread's processor time in microseconds. They are for comparing two versions of the code on one
-machine: launches, the driver and autograd's own thread cost more on a GPU machine.
+a launch of a kernel calls nothing, a CUDA graph calls an empty function of the C library, and dense convolutions
+allocate their outputs alone. What is left is Python, torch's own dispatch, and the small arithmetic of torch's other
+operators, so that rows with a peer say what ours add. Figures are lower quartiles of the thread's processor time in
+microseconds. They are for comparing two versions of the code on one machine: launches, the driver and autograd's own
+thread cost more on a GPU machine.
 
     replayed   share of the operators' calls that replayed a graph
     operators  calls of our operators in a step
@@ -69,6 +70,32 @@ class NoGraphs(launch_graphs.GraphDriver):
         return super().launch(graph)
 
 
+class NoConv(torch.autograd.Function):
+    """A convolution that computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, size: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.empty(size, dtype=x.dtype, memory_format=torch.channels_last)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return *[torch.empty_like(each) for each in ctx.saved_tensors], None
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, *_: object
+) -> Tensor:
+    """Stands for torch's, with its casts under autocast."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        x, weight = x.to(dtype), weight.to(dtype)
+    step, pad = (each[0] if isinstance(each, tuple) else each for each in (stride, padding))
+    side = (x.shape[2] + 2 * pad - weight.shape[2]) // step + 1
+    y: Any = NoConv.apply(x, weight, (x.shape[0], weight.shape[0], side, side))
+    return y if bias is None else y + bias.view(-1, 1, 1).to(y.dtype)
+
+
 def without_gpu() -> None:
     """Makes operators run as on a GPU, but for what is on the device."""
     from moesaic.ops.triton.cached_launch import CachedKernel
@@ -97,6 +124,7 @@ def without_gpu() -> None:
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         # torch's allocator on a GPU gives the same addresses in every step, that of a CPU does not
         (Tensor, "data_ptr", Tensor.storage_offset),
+        (F, "conv2d", conv2d),
     ]
     for owner, name, replacement in patches:
         setattr(owner, name, replacement)
@@ -193,7 +221,7 @@ def autocast_step(model: nn.Module, x: Tensor) -> Run:
 
 
 def measured(what: str, run: Run, repetitions: int) -> Row:
-    """Median time of a run, once plans and graphs are there."""
+    """Time of a run, once plans and graphs are there."""
     for _ in range(20):
         run()
     Counts.calls = Counts.replays = 0
@@ -203,7 +231,7 @@ def measured(what: str, run: Run, repetitions: int) -> Row:
         run()
         times.append(1e6 * (time.thread_time() - start))
     share = Counts.replays / max(Counts.calls, 1)
-    return Row(what, statistics.median(times), Counts.calls / repetitions, share)
+    return Row(what, statistics.quantiles(times)[0], Counts.calls / repetitions, share)
 
 
 def profiled(run: Run, repetitions: int) -> None:
@@ -226,6 +254,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="Print a profile of each case instead.")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # what no kernel writes may be denormal numbers, on which a CPU is slow
     without_gpu()
     rows: list[Row] = []
     for what, run in cases():

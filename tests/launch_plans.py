@@ -25,25 +25,39 @@ def _assert_same(found: Any, expected: Any) -> None:
         torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
 
 
+def _assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def _record_and_replay(self: LaunchPlans, key: Any, tensors: list[torch.Tensor], arguments: tuple[Any, ...]) -> Any:
-    if self.mutates:
-        return record(self, key, tensors, arguments)
+    given = [each.clone() for each in tensors] if self.mutates else []
     with Recorder(tensors) as recorded:
         result = self._implementation(*arguments)
     self._plans[key] = plan = recorded.plan(result)
     assert plan is not None, recorded.problem  # every operator of ours can be planned
+    changed = [each.clone() for each in tensors] if self.mutates else []
+
+    def start_again() -> None:
+        for each, before in zip(tensors, given, strict=False):
+            each.data.copy_(before)
+
     addresses = [each.data_ptr() for each in tensors]
     assert plan.fits(addresses)
+    start_again()
     _assert_same(plan.run(tensors, addresses), result)
+    _assert_equal(tensors[: len(changed)], changed)
     # the work of its graph, whose workspaces share memory
     captured = plan.captured
     assert captured is not None, recorded.uncapturable
     arena, outputs = captured.allocate()
     for each in (arena, *outputs):
         each.view(torch.uint8).fill_(0xFF) if each.is_contiguous() else each.fill_(float("nan"))
+    start_again()
     captured.work(tensors, arena, outputs, 0)
     replayed = plan.result(tensors, outputs)
     _assert_same(replayed, result)
+    _assert_equal(tensors[: len(changed)], changed)
     return replayed
 
 

@@ -24,6 +24,7 @@ __all__ = ["UNASSIGNED", "Chooser", "Routing", "Unit"]
 
 Unit = Literal["patch", "token", "sample", "channel"]
 Chooser = Literal["expert", "unit", "soft"]
+_UNITS, _CHOOSERS = get_args(Unit), get_args(Chooser)
 
 UNASSIGNED = -1
 """Index of an unassigned place: a dropped unit, or padding of a ragged choice."""
@@ -69,8 +70,8 @@ class Routing:
     """Leading units without a position on the grid: class and register tokens."""
 
     def __post_init__(self) -> None:
-        check_choice("Routing", "unit", self.unit, get_args(Unit))
-        check_choice("Routing", "chooser", self.chooser, get_args(Chooser))
+        check_choice("Routing", "unit", self.unit, _UNITS)
+        check_choice("Routing", "chooser", self.chooser, _CHOOSERS)
 
     def __repr__(self) -> str:
         """Shapes rather than tensors, which would fill the screen.

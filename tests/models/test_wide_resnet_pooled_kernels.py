@@ -294,7 +294,15 @@ def fused(monkeypatch):
         calls.append(args)
         return pooled_conv(*args)
 
+    trained_at_once = pooled_head._trained_at_once
+
+    def counting_at_once(*args):
+        found = trained_at_once(*args)
+        calls.extend([] if found is None else [args])
+        return found
+
     monkeypatch.setattr(pooled_head, "pooled_conv", counting)
+    monkeypatch.setattr(pooled_head, "_trained_at_once", counting_at_once)
     return calls
 
 

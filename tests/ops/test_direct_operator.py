@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic.ops import plan_cache
-from moesaic.ops.direct_operator import direct_operator
+from moesaic.ops.direct_operator import direct_operator, joint_operator
 
 calls: list[str] = []
 
@@ -203,3 +204,65 @@ def test_autocast_does_not_reach_what_an_operator_computes(call, monkeypatch):
     assert inside.dtype == torch.float32
     assert torch.equal(inside, x @ x.T)
     assert torch.equal(call(x, x.T), x @ x.T)
+
+
+def _counted_apart(x: Tensor, weight: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:
+    calls.append("apart")
+    return _scaled_alone(x, weight), count(x, counter)
+
+
+def _scaled_alone(x: Tensor, weight: Tensor) -> Tensor:
+    return scaled_transpose(x, weight, [x.new_ones(())], 1)[0]
+
+
+@joint_operator(_counted_apart, mutates=("counter",))
+def counted_scaled(x: Tensor, weight: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:
+    """Both operators in one."""
+    calls.append("joint")
+    counter.data.add_(1)
+    return (x * weight).transpose(0, 1), x + 1
+
+
+def _counted_setup(ctx, inputs, output):
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:2])
+
+
+def _counted_backward(ctx, grad, _):
+    x, weight = ctx.saved_tensors
+    grad_x, grad_weight = scaled_transpose_backward(grad, x, weight, x.new_ones(()), 1)
+    return grad_x, grad_weight, None
+
+
+counted_scaled.register_autograd(_counted_backward, setup_context=_counted_setup)
+
+
+def counted_results():
+    torch.manual_seed(3)
+    x, weight = torch.randn(3, 4).requires_grad_(), torch.randn(4).requires_grad_()
+    counter = torch.zeros((), dtype=torch.int64)
+    versions = counter._version
+    y, _ = counted_scaled(x, weight, counter)
+    y.square().sum().backward()
+    assert counter._version > versions
+    return [y.detach(), x.grad, weight.grad, counter]
+
+
+def test_a_joint_operator_is_called_apart_only_where_a_mode_watches():
+    calls.clear()
+    direct = counted_results()
+    assert calls.count("joint") == 1
+    assert "apart" not in calls
+    calls.clear()
+    with FlopCounterMode(display=False):
+        watched = counted_results()
+    assert "joint" not in calls
+    assert calls.count("apart") == 1
+    for one, other in zip(direct, watched, strict=True):
+        assert torch.equal(one, other)
+    assert direct[-1].item() == 1
+
+
+def test_a_joint_operator_has_no_fake_implementation():
+    with pytest.raises(TypeError, match=r"counted_scaled: its operators have fake implementations"):
+        counted_scaled.register_fake(lambda *given: given)

@@ -132,6 +132,20 @@ def test_many_kinds_in_turns_run_no_code_again():
     assert work.runs == len(kinds)
 
 
+def test_where_memory_begins_is_part_of_the_kind():
+    """Kernels for addresses that 16 divides read several numbers at a time."""
+    work = Counted(lambda x, y: x + y)
+    planned = LaunchPlans(work)
+    room = [torch.ones(9, dtype=torch.float64) for _ in range(2)]
+    places = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    for turn in range(3):
+        for first, second in places:
+            x, y = room[0][first : first + 8], room[1][second : second + 8]
+            assert planned(x, y).tolist() == [2.0] * 8, turn
+    assert work.runs == len(places)
+    assert sum(map(len, planned._recent.values())) == len(places)
+
+
 def test_an_empty_output_of_inference_mode_may_be_saved_for_a_gradient():
     planned = LaunchPlans(lambda x: (x + 1, x.new_empty(0)))
     with torch.inference_mode():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -37,7 +38,7 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.ops.dispatch import explain_backend
-from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
+from moesaic.ops.triton.channel_ops import gated_map_norm, gated_norm
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.joint_channel_gates import route_channels
 
@@ -118,10 +119,12 @@ def defined(case: Case, x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, m
 
 def by_kernels(case: Case, x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     if case.training:
-        with torch.no_grad():
-            batches = torch.tensor(41, device=x.device)
-            mean, var = map_statistics(x, mean, var, batches, 0.3)
-            assert int(batches) == 42
+        batches = torch.tensor(41, device=x.device)
+        options = (case.block, int(case.relu), int(case.training))
+        gate = gate[:, None] if case.gated else None  # as `DeepMoE` has them
+        y, _, _ = gated_map_norm(x, weight, bias, gate, mean, var, batches, options, 0.3, 1e-3)
+        assert int(batches) == 42
+        return y
     options = (case.block, int(case.relu), int(case.training))
     return gated_norm(x, weight, bias, gate if case.gated else None, mean, var, options, 1e-3)
 
@@ -383,3 +386,14 @@ def test_gradient_checkpointing_changes_nothing(name, place):
     found, expected = step_of(other, x, None), step_of(model, x, None)
     for key, right in expected.items():
         torch.testing.assert_close(found[key], right, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+def test_operators_that_a_mode_watches_equal_the_joint_one(place):
+    """A mode sees an operator for the statistics and one for the rest."""
+    given, case = arguments(Case(), *place), Case()
+    expected = everything(by_kernels, case, given)
+    with FlopCounterMode(display=False):
+        found = everything(by_kernels, case, given)
+    for name, each in expected.items():
+        assert torch.equal(found[name], each), name

@@ -165,7 +165,7 @@ class PatchMoE(RoutedLayer):
         check_tensor("PatchMoE", x, "maps (B, C, H, W)")
         plain = x.is_contiguous() or in_vmap()  # which knows no other memory format
         memory_format = torch.contiguous_format if plain else torch.channels_last
-        padded = self._readable(x)
+        padded = self.readable(x)
         y = run_at_once(self, self.router, self.experts, padded, self.spec)
         if y is None:
             y = self._run(padded, (x.shape[2], x.shape[3]))
@@ -179,9 +179,15 @@ class PatchMoE(RoutedLayer):
         Returns:
             The map as the experts read it, its routing, and the state of the choice where kernels made it.
         """
-        padded = self._readable(x)
+        padded = self.readable(x)
         routing, selection = self._route_to_experts(padded, (x.shape[2], x.shape[3]))
         return padded, routing, selection
+
+    def readable(self, x: Tensor) -> Tensor:
+        """A map as the experts read it, checked."""
+        self._check_input(x)
+        padded = self._padded(x)
+        return padded if in_vmap() else padded.contiguous(memory_format=torch.channels_last)
 
     def pads(self, x: Tensor) -> bool:
         """Whether a map (B, C, H, W) is padded."""
@@ -216,12 +222,6 @@ class PatchMoE(RoutedLayer):
         routing, selection = self._route(padded, size, only_experts_need(self, self.experts))
         self._call_routing_hooks(routing)
         return routing, selection
-
-    def _readable(self, x: Tensor) -> Tensor:
-        """A map as the experts read it, checked."""
-        self._check_input(x)
-        padded = self._padded(x)
-        return padded if in_vmap() else padded.contiguous(memory_format=torch.channels_last)
 
     def _padded(self, x: Tensor) -> Tensor:
         H, W, p = x.shape[2], x.shape[3], self.patch_size

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 from moesaic.experts import ConvExperts, Experts, MLPExperts
 from moesaic.layers.recording import RoutedLayer
-from moesaic.ops import Combine, PatchSelection, PatchSpec
+from moesaic.ops import Combine, PatchChoice, PatchSelection, PatchSpec
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice
 from moesaic.routing_record import Routing
 
-__all__ = ["check_agreement", "only_experts_need", "route_map", "run_at_once", "run_slots"]
+__all__ = ["check_agreement", "choice_for_experts", "only_experts_need", "route_map", "run_at_once", "run_slots"]
 
 
 def route_map(
@@ -52,12 +52,19 @@ def route_map(
 
 def run_at_once(layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec) -> Tensor | None:
     """Routes a map (B, C, H, W) and runs the experts as one operator; None where that cannot be."""
+    choice = choice_for_experts(layer, router, experts, x, spec)
+    return None if choice is None else experts.run_chosen(x, choice, spec)
+
+
+def choice_for_experts(
+    layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec
+) -> PatchChoice | None:
+    """The expert choice that is to be made of a map, if nobody but the experts asks for it; else None."""
     if not (isinstance(router, ExpertChoice) and _is_plain(router) and only_experts_need(layer, experts)):
         return None
     if router.experts != len(experts) or router.patch_size != spec.patch_size:
         return None
-    choice = router.patch_choice(x)
-    return None if choice is None else experts.run_chosen(x, choice, spec)
+    return router.patch_choice(x)
 
 
 def _is_plain(router: ExpertChoice) -> bool:

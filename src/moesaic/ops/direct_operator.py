@@ -19,13 +19,14 @@ from torch.library import custom_op
 
 from moesaic.ops.plan_cache import LaunchPlans, Parts, parts_of
 
-__all__ = ["DirectOperator", "direct_operator"]
+__all__ = ["DirectOperator", "JointOperator", "direct_operator", "joint_operator"]
 
 _PLAIN = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
-_EXCLUDED = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
-for _key in (_C.DispatchKey.AutocastCUDA, _C.DispatchKey.AutocastCPU):
-    _EXCLUDED |= _C.DispatchKeySet(_key)
+_keys: Any = _C.DispatchKeySet
+_EXCLUDED = (
+    _keys(_C.DispatchKey.ADInplaceOrView) | _keys(_C.DispatchKey.AutocastCUDA) | _keys(_C.DispatchKey.AutocastCPU)
+)
 """What stands above an operator's own work. Without views: a permuted output would count as a view made inside of a
 function, which autograd does not let the next layer change in place. Without autocast: under it a backward pass would
 record other matmuls than without."""
@@ -67,7 +68,10 @@ class DirectOperator:
                 return plans(*arguments)
 
         self.operator: Any = custom_op(name, planned, mutates_args=tuple(mutates))
-        self.__doc__ = implementation.__doc__
+        self._describe(implementation, plans, mutates)
+
+    def _describe(self, implementation: Callable[..., Any], plans: LaunchPlans, mutates: Sequence[str]) -> None:
+        self.__name__, self.__doc__ = implementation.__name__, implementation.__doc__
         self._implementation = plans
         self._function: type[torch.autograd.Function] | None = None
         parameters = implementation.__code__.co_varnames[: implementation.__code__.co_argcount]
@@ -85,23 +89,7 @@ class DirectOperator:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Registers the gradient, as ``torch.library`` does, for both ways of calling."""
         self.operator.register_autograd(backward, setup_context=setup_context)
-        run = self.run
-
-        # setup_context inside of forward: given apart, torch binds the arguments by the signature at every call
-        class Direct(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, *arguments: Any) -> Any:
-                output = run(arguments, _given.take(arguments))
-                setup_context(ctx, arguments, output)
-                return output
-
-            @staticmethod
-            def backward(ctx: Any, *gradients: Any) -> Any:
-                found = backward(ctx, *gradients)
-                # a list of tensors has a list of gradients in an operator, None in a function
-                return tuple(None if isinstance(each, list) else each for each in found)
-
-        self._function = Direct
+        self._function = _function(self.run, backward, setup_context)
 
     def without_gradient(self, *arguments: Any) -> Any:
         """The same with outputs that have no gradient, of an operator that changes none of its arguments."""
@@ -120,11 +108,71 @@ class DirectOperator:
             if self._function is None:  # has no gradient: the dispatcher says so when one is asked for
                 return self.operator(*arguments)
             _given.arguments, _given.parts = arguments, parts
-            return cast("Any", self._function).apply(*arguments)
-        output = self.run(arguments, parts)
+            output = cast("Any", self._function).apply(*arguments)
+        else:
+            output = self.run(arguments, parts)
         if self._mutated:
-            torch.autograd.graph.increment_version([arguments[place] for place in self._mutated])
+            torch.autograd.graph.increment_version(parts_of([arguments[place] for place in self._mutated]).tensors)
         return output
+
+
+class JointOperator(DirectOperator):
+    """Several operators that eager code runs as one: one call, one plan, one node of autograd.
+
+    Where the dispatcher is needed they are called one after the other. As it is no operator of torch itself, it may
+    have a gradient and change arguments, such as running statistics, which torch does not let an operator do.
+
+    Args:
+        implementation: Computes the outputs of all.
+        apart: The same from operators, for compilers, modes and transforms.
+        mutates: Names of the arguments that it changes in place.
+    """
+
+    def __init__(
+        self, implementation: Callable[..., Any], apart: Callable[..., Any], mutates: Sequence[str] = ()
+    ) -> None:
+        self.operator = apart
+        self._describe(implementation, LaunchPlans(implementation, mutates=bool(mutates)), mutates)
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        raise TypeError(f"{self.__name__}: its operators have fake implementations; it needs none")
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Registers the gradient."""
+        self._function = _function(self.run, backward, setup_context)
+
+
+def _function(
+    run: Callable[[tuple[Any, ...], Parts], Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    """What autograd applies instead of an operator."""
+
+    # setup_context inside of forward: given apart, torch binds the arguments by the signature at every call
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            output = run(arguments, _given.take(arguments))
+            setup_context(ctx, arguments, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            found = backward(ctx, *gradients)
+            # a list of tensors has a list of gradients in an operator, None in a function
+            return tuple([None if isinstance(each, list) else each for each in found])
+
+    return Direct
+
+
+def joint_operator(
+    apart: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Callable[[Callable[..., Any]], JointOperator]:
+    """Makes a function a `JointOperator`."""
+
+    def decorate(implementation: Callable[..., Any]) -> JointOperator:
+        return JointOperator(implementation, apart, mutates)
+
+    return decorate
 
 
 def direct_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], DirectOperator]:

@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-__all__ = ["has_hooks", "hook_tables"]
+__all__ = ["has_global_hooks", "has_hooks", "hook_tables"]
 
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_every: Any = nn_module
 _GLOBAL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
@@ -24,9 +25,20 @@ def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
     >>> has_hooks(layer)
     True
     """
-    if any([getattr(module, kind) for kind in _KINDS]):  # noqa: C419  faster
+    own: Any = module  # one by one: a loop over names takes three times as long
+    if own._forward_hooks or own._forward_pre_hooks or own._backward_hooks or own._backward_pre_hooks:
         return True
-    return include_global and any([getattr(nn_module, kind) for kind in _GLOBAL])  # noqa: C419  faster
+    return include_global and has_global_hooks()
+
+
+def has_global_hooks() -> bool:
+    """Whether a hook is registered on all modules."""
+    return bool(
+        _every._global_forward_hooks
+        or _every._global_forward_pre_hooks
+        or _every._global_backward_hooks
+        or _every._global_backward_pre_hooks
+    )
 
 
 def hook_tables(module: nn.Module) -> list[Mapping[int, Any]]:

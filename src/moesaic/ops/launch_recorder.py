@@ -59,6 +59,7 @@ _IN_GRAPHS = {
     _aten.fill_.Scalar,
     _aten.add_.Tensor,
     _aten.mul_.Tensor,
+    _aten.lerp_.Scalar,
     _aten.add.out,
     _aten.mul.out,
     _aten.bmm.out,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
-from operator import or_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -90,22 +88,22 @@ class LaunchPlans:
         if device >= 0 and (_C._cuda_isCurrentStreamCapturing() or device != _C._cuda_getDevice()):
             return self._implementation(*arguments)
         addresses = [each.data_ptr() for each in tensors]
-        aligned = not reduce(or_, addresses) & 15
-        if aligned:
-            for recent in self._recent.get(tensors[0].shape, ()):
-                if recent.others == others and recent.fits(*tensors) and recent.plan.fits(addresses):
-                    return recent.plan.run(tensors, addresses)
-        return self._find(arguments, tensors, others, addresses, aligned)
+        bits = 0
+        for each in addresses:
+            bits |= each
+        others.append(tuple([each & 15 == 0 for each in addresses]) if bits & 15 else True)  # kernels differ in that
+        for recent in self._recent.get(tensors[0].shape, ()):
+            if recent.others == others and recent.fits(*tensors) and recent.plan.fits(addresses):
+                return recent.plan.run(tensors, addresses)
+        return self._find(arguments, tensors, others, addresses)
 
-    def _find(
-        self, arguments: tuple[Any, ...], tensors: list[Tensor], others: list[Any], addresses: list[int], aligned: bool
-    ) -> Any:
+    def _find(self, arguments: tuple[Any, ...], tensors: list[Tensor], others: list[Any], addresses: list[int]) -> Any:
         """Runs the plan for arguments that are not of a recent kind."""
         if tensors[0].device.type not in _planned:
             return self._implementation(*arguments)
         key = list(others)
-        for each, address in zip(tensors, addresses, strict=True):
-            key += (each.dtype, each.shape, each.stride(), each.get_device(), not address & 15)
+        for each in tensors:
+            key += (each.dtype, each.shape, each.stride(), each.get_device())
         found = tuple(key)
         try:
             plan = self._plans[found]
@@ -113,10 +111,9 @@ class LaunchPlans:
             return self._record(found, tensors, arguments)
         if plan is None or not plan.fits(addresses):
             return self._implementation(*arguments)
-        if aligned:
-            fits = _guards(tensors)
-            if fits is not None:
-                self._remember(tensors[0].shape, _Recent(others, fits, plan))
+        fits = _guards(tensors)
+        if fits is not None:
+            self._remember(tensors[0].shape, _Recent(others, fits, plan))
         return plan.run(tensors, addresses)
 
     def _remember(self, shape: torch.Size, recent: _Recent) -> None:

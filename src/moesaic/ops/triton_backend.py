@@ -35,7 +35,15 @@ from moesaic.routing_record import Routing
 if TYPE_CHECKING:
     from moesaic.ops.triton.operands import PatchOperands
 
-__all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available", "norm_relu", "patch_operands"]
+__all__ = [
+    "GATE_KINDS",
+    "TritonBackend",
+    "kernel_refusal",
+    "kernels_available",
+    "norm_relu",
+    "patch_operands",
+    "patch_options",
+]
 
 _INSTALLED = find_spec("triton") is not None
 GATE_KINDS: dict[ExpertGate, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2, "softmax_experts": 3}
@@ -77,17 +85,22 @@ class TritonBackend(TorchBackend):
         routing = Routing("patch", scores, index, gates, "expert", grid=grid, may_drop=False)
         return PatchSelection(x, routing, router, gate, slots, detached)
 
+    @staticmethod
+    def can_choose(x: Tensor, choice: PatchChoice) -> bool:
+        """Whether kernels make such a choice of a map."""
+        p = choice.router.shape[2]
+        units = (x.shape[2] // p) * (x.shape[3] // p)
+        return kernel_refusal(x) is None and choice.patches <= units <= _MAX_PATCHES
+
     def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor | None:
         """What ``choose`` and ``conv`` compute, as one operator; None where the kernels cannot run."""
-        p = spec.patch_size
-        units = (x.shape[2] // p) * (x.shape[3] // p)
-        if kernel_refusal(x) is not None or choice.patches > units or units > _MAX_PATCHES:
+        if not self.can_choose(x, choice):
             return None
         from moesaic.ops.triton.autograd_ops import patch_route_conv
 
         tensors = x, experts.weight, experts.bias, choice.router
         save = torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])  # noqa: C419
-        return patch_route_conv(*tensors, choice.patches, _options(spec, choice.gate, save))[0]
+        return patch_route_conv(*tensors, choice.patches, patch_options(spec, choice.gate, save))[0]
 
     def conv(
         self,
@@ -133,16 +146,21 @@ class TritonBackend(TorchBackend):
         norm = conv.norm
         if norm is None or not _fits_gated_norm(y, norm):
             return apply_gates(y, gate_out, conv)
-        gates = gate_out.weights.squeeze(1)  # a selection's gradient would be a copy into zeros
-        return _gated_norm(y, norm, gates, conv.block_out, relu=conv.activation == "relu")
+        return _gated_norm(y, norm, gate_out.weights, conv.block_out, relu=conv.activation == "relu")
 
 
-def norm_relu(y: Tensor, norm: Norm) -> Tensor:
-    """ReLU of BatchNorm of a map (B, C, H, W), in one pass where the kernels run; counts the batch in training."""
+def norm_relu(y: Tensor, norm: Norm, gates: Tensor | None = None, block: int = 1) -> Tensor:
+    """ReLU of BatchNorm of a map (B, C, H, W), in one pass where the kernels run; counts the batch in training.
+
+    ``gates`` (B, 1, E) multiply blocks of so many channels.
+    """
     if kernels_available(y) and _fits_gated_norm(y, norm):
-        return _gated_norm(y, norm, None, 1, relu=True)
+        return _gated_norm(y, norm, gates, block, relu=True)
     norm.count()
-    return F.relu(norm.apply(y))
+    y = norm.apply(y)
+    if gates is not None:
+        y = y * gates[:, 0].repeat_interleave(block, 1)[:, : y.shape[1], None, None].to(y.dtype)
+    return F.relu(y)
 
 
 def _fits_gated_norm(y: Tensor, norm: Norm) -> bool:
@@ -155,15 +173,16 @@ def _fits_gated_norm(y: Tensor, norm: Norm) -> bool:
 
 
 def _gated_norm(y: Tensor, norm: Norm, gates: Tensor | None, block: int, *, relu: bool) -> Tensor:
-    from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
+    """``gates`` are (B, E) or (B, 1, E)."""
+    from moesaic.ops.triton.channel_ops import gated_map_norm, gated_norm
 
-    mean, var = norm.running_mean, norm.running_var
-    if norm.training:
-        assert norm.batches is not None
-        with torch.no_grad():
-            mean, var = map_statistics(y, mean, var, norm.batches, norm.momentum)
-    options = (block, int(relu), int(norm.training))
-    return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
+    mean, var, options = norm.running_mean, norm.running_var, (block, int(relu), int(norm.training))
+    if not norm.training:
+        return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
+    assert norm.batches is not None
+    return gated_map_norm(
+        y, norm.weight, norm.bias, gates, mean, var, norm.batches, options, norm.momentum, norm.eps
+    )[0]  # fmt: skip
 
 
 def _with_gradients(routing: Routing, selection: PatchSelection | None) -> Routing:
@@ -179,8 +198,8 @@ def _with_gradients(routing: Routing, selection: PatchSelection | None) -> Routi
 
 
 @lru_cache
-def _options(spec: PatchSpec, gate: ExpertGate, save: bool) -> tuple[int, ...]:
-    """Options of experts without a norm, as operators take them."""
+def patch_options(spec: PatchSpec, gate: ExpertGate, save: bool, batch_stats: bool = False) -> tuple[int, ...]:
+    """Options of experts, as operators take them; ``batch_stats``: with a norm in training."""
     from moesaic.ops.triton.operands import PatchOptions
 
     options = PatchOptions(
@@ -189,7 +208,7 @@ def _options(spec: PatchSpec, gate: ExpertGate, save: bool) -> tuple[int, ...]:
         gate_on_input=spec.gate_on == "input",
         isolated=spec.context == "patch",
         sum_experts=spec.combine == "sum",
-        batch_stats=False,
+        batch_stats=batch_stats,
         save=save,
     )
     return options.flatten()

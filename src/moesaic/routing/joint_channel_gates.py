@@ -19,7 +19,7 @@ from torch import Tensor
 from moesaic.ops import autocast_off, kernels_available
 from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.eager import is_plain_eager
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hooks import has_global_hooks, has_hooks
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.router import batch_invariant_matmul
 from moesaic.routing_record import Routing
@@ -63,7 +63,9 @@ def _differ_in_sizes_alone(heads: Sequence[ChannelGate]) -> bool:
         (type(head), head.mode, head.straight_through, head.temperature, head.training, head.bias is None)
         for head in heads
     }
-    return len(kinds) == 1 and type(heads[0]) is ChannelGate and not any(has_hooks(head) for head in heads)
+    if len(kinds) > 1 or type(heads[0]) is not ChannelGate or has_global_hooks():
+        return False
+    return not any([has_hooks(head, include_global=False) for head in heads])  # noqa: C419  faster
 
 
 def _neighbours_of_equal_size(heads: Sequence[ChannelGate]) -> list[list[ChannelGate]]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moesaic.layers import ChannelMoE
-from moesaic.ops import kernels_available
-from moesaic.ops.dispatch import run_channels
+from moesaic.ops import autocast_dtype, kernels_available
+from moesaic.ops.channel.bn_folding import batch_norm_tensors
+from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.eager import is_plain_eager
 from moesaic.ops.hooks import has_hooks
+from moesaic.ops.triton_backend import norm_relu
 from moesaic.routing_record import Routing
 
 __all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "GatedReLU", "unsupported_conv", "unsupported_norm"]
@@ -127,14 +130,26 @@ class GatedConv(ChannelMoE):
 
     def forward(self, x: Tensor, gate_out: Routing | None = None, gate_in: Routing | None = None) -> Tensor:
         if gate_out is None:
+            y = self._rectified(x)
+            if y is not None:
+                return y
             gate_out, gate_in = self.gates()
         return super().forward(x, gate_out, gate_in)
 
-    def _run(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> Tensor:
-        fuses = self.before_relu and self.norm is not None and is_plain_eager(x) and kernels_available(x)
-        if not fuses or has_hooks(self):  # a hook sees what it sees elsewhere
-            return super()._run(x, gate_out, gate_in)
-        y = run_channels(x, gate_out, gate_in, self.weights("relu"))
+    def _rectified(self, x: Tensor) -> Tensor | None:
+        """The output after ReLU, by torch's convolution and GPU kernels for the rest; None where these do not run."""
+        if not self.before_relu or not is_plain_eager(x) or not kernels_available(x):
+            return None
+        norm = self._modules["norm"]
+        if has_hooks(self) or self.has_routing_hooks:  # a hook sees what it sees elsewhere
+            return None
+        gates, conv = self._active.of(self.name), cast("Any", self._modules["conv"])  # found faster than as attributes
+        weight = conv._parameters.get("weight")
+        fits = x.ndim == 4 and gates.batch == x.shape[0] and isinstance(gates, JointRouting)
+        if not fits or norm is None or weight is None or (x.dtype != weight.dtype and autocast_dtype(x) is None):
+            return None  # which is for the plain way to say
+        y = F.conv2d(x, weight, conv._parameters.get("bias"), self.stride, self.padding)  # casts under autocast
+        y = norm_relu(y, batch_norm_tensors(cast("nn.BatchNorm2d", norm)), gates.weights, self.block)
         self._active.set_rectified(y)
         return y
 

@@ -14,9 +14,20 @@ from torch.nn import functional as F
 
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
-from moesaic.ops import ConvWeights, Norm, PatchSelection, PatchSpec, autocast_dtype, autocast_off, select_backend
+from moesaic.layers.routed_map import choice_for_experts
+from moesaic.ops import (
+    ConvWeights,
+    Norm,
+    PatchSelection,
+    PatchSpec,
+    autocast_dtype,
+    autocast_off,
+    kernels_available,
+    select_backend,
+)
 from moesaic.ops.channel.bn_folding import batch_norm_tensors
-from moesaic.ops.triton_backend import TritonBackend, patch_operands
+from moesaic.ops.eager import is_plain_eager
+from moesaic.ops.triton_backend import TritonBackend, patch_operands, patch_options
 from moesaic.routing import SoftRouter
 from moesaic.routing_record import Routing
 
@@ -43,6 +54,9 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     unfit = layer.pads(x) or isinstance(layer.router, SoftRouter) or experts.dispatcher is not None
     if output_norm is None or unfit or not isinstance(experts, ConvExperts):
         return norm(layer(x)).relu().mean((2, 3))
+    y = _trained_at_once(layer, x, output_norm)
+    if y is not None:
+        return y
     x, routing, selection = layer.prepare(x)
     if norm.training and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
@@ -62,14 +76,52 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
         return F.relu(output_norm.apply(y)).mean((2, 3))
 
 
+def _trained_at_once(layer: PatchMoE, x: Tensor, output_norm: Norm) -> Tensor | None:
+    """The means, with expert choice and statistics in one operator; None where that cannot be."""
+    experts, spec = layer.experts, layer.spec
+    assert isinstance(experts, ConvExperts)
+    if not (output_norm.training and torch.is_grad_enabled() and is_plain_eager(x) and kernels_available(x)):
+        return None
+    x = layer.readable(x)
+    choice, norm = choice_for_experts(layer, layer.router, experts, x, spec), experts.norm_tensors(x)
+    if (
+        choice is None
+        or not TritonBackend.can_choose(x, choice)
+        or not _covers(x, choice.patches, experts.weights, spec)
+    ):
+        return None
+    if norm is not None and (not norm.training or norm.batch is not None):
+        return None
+    from moesaic.models.wide_resnet.triton.routed_pooled import Factors, Running, routed_pooled
+
+    weights = experts.weights.to(autocast_dtype(x) or x.dtype)
+    after = Running(None, None, output_norm.running_mean, output_norm.running_var, output_norm.batches)
+    factors = Factors(0.0, 0.0, output_norm.momentum, output_norm.eps)
+    if norm is not None:
+        after = after._replace(expert_mean=norm.running_mean, expert_var=norm.running_var)
+        factors = factors._replace(expert_momentum=norm.momentum, expert_eps=norm.eps)
+    of_norm = (None, None) if norm is None else (norm.weight, norm.bias)
+    options = choice.patches, *patch_options(spec, choice.gate, save=True, batch_stats=norm is not None)
+    with autocast_off(x):
+        return routed_pooled(
+            x, weights.weight, weights.bias, choice.router, *of_norm, output_norm.weight, output_norm.bias, list(after),
+            options, list(factors),
+        )[0]  # fmt: skip
+
+
 def kernels_fit(x: Tensor, routing: Routing, weights: ConvWeights, spec: PatchSpec) -> bool:
     """Whether `pooled_conv` computes this, and less than the map would cost."""
+    assert routing.index is not None
+    return _covers(x, routing.index.shape[2], weights, spec)
+
+
+def _covers(x: Tensor, patches: int, weights: ConvWeights, spec: PatchSpec) -> bool:
+    """The same for so many patches of each expert."""
     B, _, H, W = x.shape
     if spec.combine == "sum" or B * H * W == 1:
         return False
-    assert routing.index is not None
     halo = 2 * (weights.weight.shape[3] // 2) if spec.gate_on == "input" and spec.context == "map" else 0
-    return routing.index.shape[2] * (spec.patch_size + halo) ** 2 / (H * W) <= MAX_COVERAGE
+    return patches * (spec.patch_size + halo) ** 2 / (H * W) <= MAX_COVERAGE
 
 
 def pooled_conv(

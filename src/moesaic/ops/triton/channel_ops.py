@@ -1,7 +1,8 @@
 """Gated channels in training as torch operators, with fake implementations for tracing and with gradients.
 
     map_statistics   mean and variance of a map; updates the running ones
-    gated_norm       y = activation(gate ⊙ BatchNorm(x))
+    gated_norm       y = activation(gate ⊙ BatchNorm(x)), with given statistics
+    gated_map_norm   both in one: with the statistics of the map
     topk_gates       scores of all heads → the open blocks of all layers, and their gates
 
 Maps are (B, C, H, W) in channels_last. Every gradient is an operator too.
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.ops.direct_operator import direct_operator
+from moesaic.ops.direct_operator import direct_operator, joint_operator
 from moesaic.ops.triton import gated_norm as kernels
 from moesaic.ops.triton import topk_gates as gate_kernels
 from moesaic.ops.triton.launch import acc_dtype, placeholder, to_nchw, to_nhwc
 
-__all__ = ["gated_norm", "map_statistics", "topk_gates"]
+__all__ = ["gated_map_norm", "gated_norm", "map_statistics", "topk_gates"]
 
 
 @direct_operator("moesaic::map_statistics", mutates=("running_mean", "running_var", "batches"))
@@ -47,7 +48,7 @@ def gated_norm(
     x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None, mean: Tensor, var: Tensor, options: Sequence[int],
     eps: float,
 ) -> Tensor:  # fmt: skip
-    """The map; ``gate`` is (B, E), ``options`` are `_norm`'s."""
+    """The map; ``gate`` is (B, E) or (B, 1, E), ``options`` are `_norm`'s."""
     return to_nchw(kernels.gated_norm(to_nhwc(x), _norm(weight, bias, gate, mean, var, options, eps)))
 
 
@@ -64,7 +65,8 @@ def gated_norm_backward(
     """Gradients of x, weight, bias and gate; empty where there is no gate."""
     norm = _norm(weight, bias, gate, mean, var, options, eps)
     found = kernels.gated_norm_backward(to_nhwc(grad), to_nhwc(x), norm)
-    return to_nchw(found.x), found.weight, found.bias, placeholder(x) if found.gate is None else found.gate
+    of_gate = placeholder(x) if found.gate is None or gate is None else found.gate.view(gate.shape)
+    return to_nchw(found.x), found.weight, found.bias, of_gate
 
 
 @gated_norm_backward.register_fake
@@ -79,8 +81,9 @@ def _norm(
 ) -> kernels.GatedNorm:
     """Options: channels of a gate, whether ReLU follows, whether the statistics are those of the map."""
     block, relu, batch_stats = options
-    if gate is not None and gate.stride(1) != 1 and gate.shape[1] > 1:
-        gate = gate.contiguous()
+    if gate is not None:
+        gate = gate.squeeze(1) if gate.dim() == 3 else gate
+        gate = gate.contiguous() if gate.stride(1) != 1 and gate.shape[1] > 1 else gate
     return kernels.GatedNorm(weight, bias, gate, mean, var, eps, block, bool(relu), bool(batch_stats))
 
 
@@ -98,6 +101,43 @@ def _gated_norm_backward(ctx: Any, grad: Tensor) -> Any:
 
 
 gated_norm.register_autograd(_gated_norm_backward, setup_context=_gated_norm_setup)
+
+
+def _map_norm_apart(
+    x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    batches: Tensor, options: Sequence[int], momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with torch.no_grad():
+        mean, var = map_statistics(x, running_mean, running_var, batches, momentum)
+    return gated_norm(x, weight, bias, gate, mean, var, options, eps), mean, var
+
+
+@joint_operator(_map_norm_apart, mutates=("running_mean", "running_var", "batches"))
+def gated_map_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, gate: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    batches: Tensor, options: Sequence[int], momentum: float, eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`gated_norm` with `map_statistics`, which are returned as well."""
+    maps = to_nhwc(x)
+    mean, var = kernels.map_statistics(maps, running_mean, running_var, batches, momentum)
+    return to_nchw(kernels.gated_norm(maps, _norm(weight, bias, gate, mean, var, options, eps))), mean, var
+
+
+def _gated_map_norm_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, gate, _, _, _, ctx.options, _, ctx.eps = inputs
+    _, mean, var = output
+    ctx.mark_non_differentiable(mean, var)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, bias, gate, mean, var)
+
+
+def _gated_map_norm_backward(ctx: Any, grad: Tensor | None, _mean: None, _var: None) -> Any:
+    if grad is None:
+        return (None,) * 10
+    return *_gated_norm_backward(ctx, grad)[:4], None, None, None, None, None, None
+
+
+gated_map_norm.register_autograd(_gated_map_norm_backward, setup_context=_gated_map_norm_setup)
 
 
 # top-k gates ---------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ from moesaic.ops.triton.patch_backward import (
 from moesaic.ops.triton.scatter import ScatterSpec, dividing_tile, fold_patches
 from moesaic.ops.weight_layout import empty_weight_like
 
-__all__ = ["patch_conv_pooled"]
+__all__ = ["PooledInputs", "patch_conv_pooled", "patch_conv_pooled_backward", "pooled_forward"]
 
 MAX_TAPS = 50
 """Lines of a patch times taps of a kernel up to which kernels unroll them; compiling takes seconds for that many."""
@@ -428,6 +428,29 @@ def _tap_gradient(
     return out
 
 
+def pooled_forward(
+    inputs: PooledInputs, fixed: Constants, opts: PatchOptions, eps: Sequence[float]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `patch_conv_pooled` returns."""
+    routed = RoutedMap.of(inputs, fixed, opts, eps[0])
+    bias = contiguous_or_none(inputs.bias)
+    coverage = _coverage(routed.dims, inputs.weight, opts, normed=routed.norm is not None)
+    values, contributions, background = expert_contributions(routed, inputs.weight, bias, coverage.spec)
+    covered, sums = _covered_rows(contributions, routed, coverage, bias, background, stats=fixed.output_mean is None)
+    after = (
+        inputs.output_weight.contiguous(),
+        inputs.output_bias.contiguous(),
+        contiguous_or_none(fixed.output_mean),
+        contiguous_or_none(fixed.output_var),
+    )
+    table, moments = _channel_table(coverage, covered, sums, after, eps[1])
+    pooled, counts = _means(routed, coverage, covered, table, save=opts.save)
+    if not opts.save:
+        return pooled, moments, *(placeholder(inputs.x) for _ in range(6))
+    background = placeholder(inputs.x) if background is None else background
+    return pooled, *Saved(moments, values, covered.rows, covered.place, background, table, counts)
+
+
 @direct_operator("moesaic::patch_conv_pooled")
 def patch_conv_pooled(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, router: Tensor | None, norm_weight: Tensor | None,
@@ -440,23 +463,7 @@ def patch_conv_pooled(
     experts' norm and of the BatchNorm behind them. Without ``options.save`` all but the moments is empty.
     """
     inputs = PooledInputs(x, weight, bias, gate, router, norm_weight, norm_bias, output_weight, output_bias)
-    fixed, opts = Constants(*constants), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(inputs, fixed, opts, eps[0])
-    bias, coverage = contiguous_or_none(bias), _coverage(routed.dims, weight, opts, normed=routed.norm is not None)
-    values, contributions, background = expert_contributions(routed, weight, bias, coverage.spec)
-    covered, sums = _covered_rows(contributions, routed, coverage, bias, background, stats=fixed.output_mean is None)
-    after = (
-        output_weight.contiguous(),
-        output_bias.contiguous(),
-        contiguous_or_none(fixed.output_mean),
-        contiguous_or_none(fixed.output_var),
-    )
-    table, moments = _channel_table(coverage, covered, sums, after, eps[1])
-    pooled, counts = _means(routed, coverage, covered, table, save=opts.save)
-    if not opts.save:
-        return pooled, moments, *(placeholder(x) for _ in range(6))
-    background = placeholder(x) if background is None else background
-    return pooled, *Saved(moments, values, covered.rows, covered.place, background, table, counts)
+    return pooled_forward(inputs, Constants(*constants), PatchOptions.unflatten(options), eps)
 
 
 @patch_conv_pooled.register_fake
