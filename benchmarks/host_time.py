@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; default: none is written.")
     parser.add_argument("--profile", action="store_true", help="Print a profile of each case instead.")
     options = parser.parse_args()
+    if find_spec("triton") is None:
+        parser.error("Triton is not installed, and plans are made of launches of its kernels; pip install triton")
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # what no kernel writes may be denormal numbers, on which a CPU is slow
     without_gpu()

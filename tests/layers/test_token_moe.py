@@ -224,7 +224,7 @@ def test_weights_round_trip_under_their_names(tmp_path):
 def test_tokens_are_read_in_place():
     layer = build()
     x = torch.randn(2, 9, 6, dtype=torch.float64)
-    x_map, *_ = layer._prepare(x, None)
+    x_map, *_ = layer._map_of(x, None)
     assert x_map.data_ptr() == x.data_ptr()
     assert x_map.is_contiguous(memory_format=torch.channels_last)
     assert _SPEC.patch_size == 1

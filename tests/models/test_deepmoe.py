@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import moesaic
 from moesaic.layers import ChannelMoE
 from moesaic.models.channel_graph import build_channel_graph, nodes_to_gate
+from moesaic.models.deepmoe import gated_conv
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
@@ -538,3 +539,40 @@ def test_expected_costs_count_short_blocks_and_refuse_missing_layers():
     assert model.expected_macs(routing).item() == pytest.approx(int(model.macs(routing)), rel=1e-5)
     with pytest.raises(ValueError, match=r"DeepMoE\.expected_macs: the routing of body\.conv1 is missing"):
         model.expected_macs({})
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "topk", "keep": 0.5}, {"block": 4}], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_relu_inside_of_gated_convolutions_changes_nothing(options, training, monkeypatch):
+    """As where GPU kernels may run, here with torch's operators in their place."""
+    torch.manual_seed(0)
+    model = deepmoe(lived_in(VGG16(CLASSES, width=0.08)), num_classes=CLASSES, **options).train(training)
+    lived_in(model.embedding)
+    x, found = images(3), []
+    for rectified in (False, True):
+        monkeypatch.setattr(gated_conv, "kernels_available", lambda x, rectified=rectified: rectified)
+        twin, outputs = copy.deepcopy(model), []
+        rectify = gated_conv.GatedConv._rectified
+        monkeypatch.setattr(
+            gated_conv.GatedConv,
+            "_rectified",
+            lambda self, x, rectify=rectify, outputs=outputs: outputs.append(rectify(self, x)) or outputs[-1],
+        )
+        logits = twin(x)
+        monkeypatch.setattr(gated_conv.GatedConv, "_rectified", rectify)
+        assert sum(each is not None for each in outputs) == 13 * rectified
+        logits.square().sum().backward()
+        gradients = {name: weight.grad for name, weight in twin.named_parameters()}
+        found.append({"logits": logits.detach()} | gradients | dict(twin.named_buffers()))
+    for name, each in found[0].items():
+        torch.testing.assert_close(found[1][name], each, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("wrong", ["batch", "dtype"])
+def test_wrong_maps_are_refused_where_kernels_may_run(wrong, monkeypatch):
+    monkeypatch.setattr(gated_conv, "kernels_available", lambda x: True)
+    model = deepmoe(VGG16(CLASSES, width=0.08), num_classes=CLASSES)
+    output = model.forward_with_routing(torch.randn(3, 3, 32, 32))
+    x = torch.randn(2 if wrong == "batch" else 3, 3, 32, 32, dtype=torch.float64 if wrong == "dtype" else None)
+    with model._gated_by(output.routing), pytest.raises((ValueError, TypeError), match="ChannelMoE: "):
+        model.backbone(x)

@@ -17,7 +17,16 @@ from torch.nn import functional as F
 from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.experts.sample_experts import check_samples
 from moesaic.experts.stacked_experts import Experts
-from moesaic.ops import MLPWeights, PatchSelection, PatchSpec, Samples, run_mlp, run_stacked
+from moesaic.ops import (
+    MLPWeights,
+    PatchChoice,
+    PatchSelection,
+    PatchSpec,
+    Samples,
+    run_chosen_mlp,
+    run_mlp,
+    run_stacked,
+)
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
@@ -108,8 +117,17 @@ class MLPExperts(Experts):
         """Runs the experts on the routed patches of a map, or without a ``spec`` on samples (B, …, C)."""
         if spec is None:
             return self._forward_samples(x, routing)
-        weights = MLPWeights(self.weight_in, self.bias_in, self.weight_out, self.bias_out, self._activation())
-        return run_mlp(x, routing, weights, self.norm_tensors(x), spec, selection, self.dispatcher)
+        return run_mlp(x, routing, self._weights(), self.norm_tensors(x), spec, selection, self.dispatcher)
+
+    def run_chosen(self, x: Tensor, choice: PatchChoice, spec: PatchSpec) -> Tensor | None:
+        return run_chosen_mlp(x, choice, self._weights(), spec) if self.norm is None else None
+
+    @property
+    def first_weight(self) -> Tensor:
+        return self.weight_in  # found faster than the first of all parameters
+
+    def _weights(self) -> MLPWeights:
+        return MLPWeights(self.weight_in, self.bias_in, self.weight_out, self.bias_out, self._activation())
 
     def _activation(self) -> Callable[[Tensor], Tensor]:
         """The activation, with dropout behind it in training."""

@@ -18,9 +18,9 @@ from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.experts import Experts, MLPExperts
 from moesaic.experts.mlp_experts import ActivationName
 from moesaic.layers.recording import RoutedLayer
-from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_slots
+from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.layers.token_inputs import TokenGrid, check_grid, check_tokens, token_grid
-from moesaic.ops import PatchSelection, PatchSpec
+from moesaic.ops import PatchSpec
 from moesaic.routing import ExpertChoice, Router
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
@@ -155,12 +155,10 @@ class TokenMoE(RoutedLayer):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Runs the experts on tokens; those where ``mask`` (B, N) is False are padding and have the output 0."""
-        x_map, routing, selection, grid = self._prepare(x, mask, only_experts_need(self, self.experts))
-        self._call_routing_hooks(self._record(routing, grid))
-        if routing.chooser == "soft":
-            y = run_slots(self.experts, x_map, routing, 1, "sum")
-        else:
-            y = self.experts(x_map, routing, _SPEC, selection)
+        x_map, mask, grid = self._map_of(x, mask)
+        y = run_at_once(self, self.router, self.experts, x_map, _SPEC) if mask is None else None
+        if y is None:
+            y = self._run(x_map, mask, grid)
         y = self.drop(y.squeeze(2).transpose(1, 2))
         if self._bypassed:
             y = F.pad(y, (0, 0, self._bypassed, 0))
@@ -168,7 +166,8 @@ class TokenMoE(RoutedLayer):
 
     def route(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         """The routing of tokens, without running the experts."""
-        _, routing, _, grid = self._prepare(x, mask)
+        x_map, mask, grid = self._map_of(x, mask)
+        routing, _ = route_map("TokenMoE", self.router, x_map, len(self.experts), 1, mask)
         return self._record(routing, grid)
 
     def extra_repr(self) -> str:
@@ -179,21 +178,25 @@ class TokenMoE(RoutedLayer):
     def _bypassed(self) -> int:
         return self.prefix_tokens if self.prefix == "bypass" else 0
 
-    def _prepare(
-        self, x: Tensor, mask: Tensor | None, detached: bool = False
-    ) -> tuple[Tensor, Routing, PatchSelection | None, tuple[int, int] | None]:
-        """Checks tokens and routes them: the map that experts read, its routing, the state of kernels, the grid."""
+    def _map_of(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[int, int] | None]:
+        """Checks tokens: those that are routed as a map, their mask, their grid."""
         self._check_input(x, mask)
         tokens = x.flatten(1, -2)
         grid = self._grid_of(x, tokens.shape[1])
+        mask = None if mask is None else mask.flatten(1)
         if self._bypassed:
             tokens = tokens[:, self._bypassed :]
-            mask = None if mask is None else mask.flatten(1)[:, self._bypassed :]
-        mask = None if mask is None else mask.flatten(1)
-        x_map = tokens.contiguous().transpose(1, 2).unsqueeze(2)  # channels_last
-        count = len(self.experts)
-        routing, selection = route_map("TokenMoE", self.router, x_map, count, 1, mask, detached=detached)
-        return x_map, routing, selection, grid
+            mask = None if mask is None else mask[:, self._bypassed :]
+        return tokens.contiguous().transpose(1, 2).unsqueeze(2), mask, grid  # channels_last
+
+    def _run(self, x_map: Tensor, mask: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
+        """Routes the map, calls the routing hooks, and runs the experts."""
+        detached = only_experts_need(self, self.experts)
+        routing, selection = route_map("TokenMoE", self.router, x_map, len(self.experts), 1, mask, detached=detached)
+        self._call_routing_hooks(self._record(routing, grid))
+        if routing.chooser == "soft":
+            return run_slots(self.experts, x_map, routing, 1, "sum")
+        return self.experts(x_map, routing, _SPEC, selection)
 
     def _record(self, routing: Routing, grid: tuple[int, int] | None) -> Routing:
         """The routing as one of tokens: experts run on that of a map of one row."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -52,6 +52,7 @@ __all__ = [
     "requested_backend",
     "run_channels",
     "run_chosen_conv",
+    "run_chosen_mlp",
     "run_conv",
     "run_each",
     "run_expert_choice",
@@ -423,8 +424,20 @@ def run_chosen_conv(x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: 
 
     For a map (B, C, H, W) in channels_last whose routing nobody else asks for.
     """
-    fused = getattr(_registered[requested_backend() or next(reversed(_registered))], "chosen_conv", None)
-    if fused is None:
+    return _run_chosen("chosen_conv", x, choice, experts, spec)
+
+
+def run_chosen_mlp(x: Tensor, choice: PatchChoice, experts: MLPWeights, spec: PatchSpec) -> Tensor | None:
+    """The same with stacked MLPs."""
+    return _run_chosen("chosen_mlp", x, choice, experts, spec)
+
+
+def _run_chosen(
+    name: str, x: Tensor, choice: PatchChoice, experts: ConvWeights | MLPWeights, spec: PatchSpec
+) -> Tensor | None:
+    preferred: Any = _registered[requested_backend() or next(reversed(_registered))]
+    fused = getattr(preferred, name, None)
+    if fused is None or not preferred.can_choose(x, choice):
         return None
     cast = experts.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):

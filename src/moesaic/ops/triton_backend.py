@@ -92,15 +92,27 @@ class TritonBackend(TorchBackend):
         units = (x.shape[2] // p) * (x.shape[3] // p)
         return kernel_refusal(x) is None and choice.patches <= units <= _MAX_PATCHES
 
-    def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor | None:
-        """What ``choose`` and ``conv`` compute, as one operator; None where the kernels cannot run."""
-        if not self.can_choose(x, choice):
-            return None
+    def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor:
+        """What ``choose`` and ``conv`` compute, as one operator, where kernels `can_choose`."""
         from moesaic.ops.triton.autograd_ops import patch_route_conv
 
         tensors = x, experts.weight, experts.bias, choice.router
         save = torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])  # noqa: C419
         return patch_route_conv(*tensors, choice.patches, patch_options(spec, choice.gate, save))[0]
+
+    def chosen_mlp(self, x: Tensor, choice: PatchChoice, experts: MLPWeights, spec: PatchSpec) -> Tensor | None:
+        """What ``choose`` and ``mlp`` compute, likewise; None where the kernels do not know the activation."""
+        activation = _activation_name(experts.activation)
+        if activation is None:
+            return None
+        from moesaic.ops.triton.activation import ACTIVATIONS
+        from moesaic.ops.triton.autograd_ops import patch_route_mlp
+
+        weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
+        tensors = x, *weights, choice.router
+        save = torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])  # noqa: C419
+        *options, _ = patch_options(spec, choice.gate, save)
+        return patch_route_mlp(*tensors, choice.patches, (*options, ACTIVATIONS.index(activation)))[0]
 
     def conv(
         self,

@@ -6,6 +6,7 @@
     patch_statistics   mean and variance of masked maps; updates the running ones
     patch_conv         y = Σ_e G_e ⊙ conv_e(f_e(M_e ⊙ x)), or conv_e(f_e(G_e ⊙ x))
     patch_mlp          the same with MLPs in place of convolutions
+    patch_route_mlp    patch_route and patch_mlp in one, in eager code
 
 Maps are (B, C, H, W) in channels_last. An operator's arguments are the structures of `moesaic.ops.triton.operands`, its
 differentiable inputs first. Every operator with a gradient has a ``_backward`` operator, so that a compiled graph has
@@ -19,6 +20,7 @@ gates. Scores and gates used elsewhere, in a loss for instance, get their gradie
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
+# pyright: reportCallIssue=false
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.ops.direct_operator import direct_operator
+from moesaic.ops.direct_operator import direct_operator, joint_operator
 from moesaic.ops.triton import expert_choice, mlp, pointwise
 from moesaic.ops.triton.activation import ACTIVATIONS
 from moesaic.ops.triton.background import background_gradients
@@ -70,7 +72,15 @@ from moesaic.ops.triton.scatter import (
 )
 from moesaic.ops.weight_layout import empty_weight_like
 
-__all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_route_conv", "patch_slots", "patch_statistics"]
+__all__ = [
+    "patch_conv",
+    "patch_mlp",
+    "patch_route",
+    "patch_route_conv",
+    "patch_route_mlp",
+    "patch_slots",
+    "patch_statistics",
+]
 
 # expert choice -------------------------------------------------------------------------------------------------------
 
@@ -454,12 +464,35 @@ def patch_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The map (B, O', H, W), and with ``options.save`` inputs, hidden values before and after activation, outputs."""
     inputs = MLPInputs(x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias)
+    return _mlp_forward(inputs, Constants(*constants), PatchOptions.unflatten(options), eps)
+
+
+@patch_mlp.register_fake
+def _(
+    x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias, constants, options, eps,
+):  # fmt: skip
     opts = PatchOptions.unflatten(options)
-    routed = RoutedMap.of(inputs, Constants(*constants), opts, eps)
-    dims, bias_out, on_input = routed.dims, contiguous_or_none(bias_out), opts.gate_on_input
-    values = gather(routed, weight_in.dtype, centre=False, background_row=on_input)
+    E, J, C = weight_in.shape
+    O = weight_out.shape[1]
+    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2 + (8 if opts.gate_on_input else 0)
+    y = empty_map_like(x, O if opts.sum_experts else E * O, weight_in.dtype)
+    if not opts.save:
+        return y, *(x.new_empty(0) for _ in range(4))
+    outputs = x.new_empty(0) if opts.gate_on_input else weight_in.new_empty(E, M, O)
+    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
+
+
+def _mlp_forward(
+    inputs: MLPInputs, constants: Constants, opts: PatchOptions, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `patch_mlp` returns."""
+    routed = RoutedMap.of(inputs, constants, opts, eps)
+    dims, bias_out, on_input = routed.dims, contiguous_or_none(inputs.bias_out), opts.gate_on_input
+    values = gather(routed, inputs.weight_in.dtype, centre=False, background_row=on_input)
     activation = ACTIVATIONS[opts.activation]
-    outputs, before, after = mlp.forward(values, weight_in, bias_in, weight_out, activation, opts.save)
+    outputs, before, after = mlp.forward(
+        values, inputs.weight_in, inputs.bias_in, inputs.weight_out, activation, opts.save
+    )
     unselected = None
     if on_input:  # an expert's output where it selected nothing
         unselected = outputs[:, dims.M] if bias_out is None else outputs[:, dims.M] + bias_out
@@ -479,23 +512,8 @@ def patch_mlp(
         )
     y = to_nchw(y)
     if not opts.save:
-        return y, *(placeholder(x) for _ in range(4))
-    return y, values, before, after, placeholder(x) if on_input else outputs
-
-
-@patch_mlp.register_fake
-def _(
-    x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias, constants, options, eps,
-):  # fmt: skip
-    opts = PatchOptions.unflatten(options)
-    E, J, C = weight_in.shape
-    O = weight_out.shape[1]
-    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2 + (8 if opts.gate_on_input else 0)
-    y = empty_map_like(x, O if opts.sum_experts else E * O, weight_in.dtype)
-    if not opts.save:
-        return y, *(x.new_empty(0) for _ in range(4))
-    outputs = x.new_empty(0) if opts.gate_on_input else weight_in.new_empty(E, M, O)
-    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
+        return y, *(placeholder(inputs.x) for _ in range(4))
+    return y, values, before, after, placeholder(inputs.x) if on_input else outputs
 
 
 @direct_operator("moesaic::patch_mlp_backward")
@@ -579,3 +597,62 @@ def _mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
 
 
 patch_mlp.register_autograd(_mlp_backward, setup_context=_mlp_setup)
+
+
+def _chosen_mlp(
+    tensors: Sequence[Tensor | None], choice: Sequence[Tensor], opts: PatchOptions
+) -> tuple[MLPInputs, Constants]:
+    """Arguments of `patch_mlp` on such a choice, from map, weights and router."""
+    *first, router = tensors
+    scores, index, gate, slots = choice
+    if opts.gate_kind == expert_choice.GATE_KINDS["one"]:  # which has no gradient
+        return MLPInputs(*first, gate, None, None, None), Constants(index, slots, None, None, None)
+    return MLPInputs(*first, gate, router, None, None), Constants(index, slots, scores, None, None)
+
+
+def _route_mlp_apart(
+    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
+    patches: int, options: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    opts = PatchOptions.unflatten(options)
+    choice = patch_route.without_gradient(x, router, patches, opts.gate_kind)
+    given, constants = _chosen_mlp((x, weight_in, bias_in, weight_out, bias_out, router), choice, opts)
+    return patch_mlp(*given, list(constants), options, 0.0)
+
+
+@joint_operator(_route_mlp_apart)
+def patch_route_mlp(
+    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
+    patches: int, options: Sequence[int],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """`patch_route` and `patch_mlp` in one, where nobody else asks for the routing: the map and what both save."""
+    opts = PatchOptions.unflatten(options)
+    kernels = router_by_pixel(router)
+    choice = expert_choice.choose_patches(to_nhwc(x), kernels, patches, router.shape[2], opts.gate_kind)
+    given, constants = _chosen_mlp((x, weight_in, bias_in, weight_out, bias_out, router), choice, opts)
+    y, *saved = _mlp_forward(given, constants, opts, 0.0)
+    return (y, *saved, *choice) if opts.save else (y,)
+
+
+def _route_mlp_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, _, ctx.options = inputs
+    _, *saved = output
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved, *tensors)
+
+
+def _route_mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
+    if grad is None:
+        return (None,) * 8
+    *needs_weights, needs_router = ctx.needs_input_grad[:6]
+    saved, choice, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:8], ctx.saved_tensors[8:]
+    given, constants = _chosen_mlp(tensors, choice, PatchOptions.unflatten(ctx.options))
+    needs = MLPInputs(*needs_weights, False, needs_router, False, False)
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    found = patch_mlp_backward(grad, saved, list(given), list(constants), ctx.options, 0.0, needs_input(needs))
+    of = MLPInputs(*needed_gradients(found, needs))
+    return *of[:5], of.router, None, None
+
+
+patch_route_mlp.register_autograd(_route_mlp_backward, setup_context=_route_mlp_setup)
