@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moesaic
 from moesaic.models.wide_resnet import pooled_head, thin_conv
@@ -323,6 +324,31 @@ def test_a_network_equals_one_that_writes_the_map(options, on, fused):
     with torch.no_grad(), moesaic.backend("torch"):
         torch.testing.assert_close(logits, other.eval()(x), **tolerance)
     assert len(fused) == 2
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize("gate", ["softmax_all", "one"])
+def test_operators_that_a_mode_watches_equal_the_joint_one(gate, on, fused):
+    """A mode sees the expert choice, the statistics and the rest one after the other."""
+    model, x = network({"image_size": 16, "gate": gate}, *on)
+    twin, seen = copy.deepcopy(model), []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Watching():
+        watched = run_step(twin, x, "triton")
+    expected = run_step(model, x, "triton")
+    assert len(fused) == 2
+    parts = ("moesaic::patch_route", "moesaic::patch_statistics", "moesaic::patch_conv_pooled")
+    assert [name for name in seen if name in parts] == list(parts)
+    for name, each in expected.items():
+        if each is None:
+            assert watched[name] is None, name
+        else:
+            torch.testing.assert_close(watched[name], each, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
