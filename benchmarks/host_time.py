@@ -34,6 +34,7 @@ import moesaic
 from moesaic.experts import MLPExperts
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.vgg import VGG16
+from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.ops import launch_graphs, plan_cache, triton_backend
 
 Run = Callable[[], object]
@@ -170,6 +171,18 @@ def training_step(model: nn.Module, x: Tensor, classes: int) -> Run:
     return run
 
 
+class WideResNetEnd(nn.Module):
+    """The routed layer, BatchNorm, ReLU and mean at the end of WRN-10-1-pMoE for faces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        network: Any = moesaic.create_model("wrn10_1_pmoe", num_classes=2, image_size=64)
+        self.moe, self.norm = network.moe, network.body.norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return pooled_head(self.moe, x, self.norm)
+
+
 def cases() -> Iterator[tuple[str, Run]]:
     """What is measured."""
     torch.manual_seed(0)
@@ -192,6 +205,8 @@ def cases() -> Iterator[tuple[str, Run]]:
     router = moesaic.ExpertChoice(16, experts=4, patches_per_expert=12)
     tokens = moesaic.TokenMoE(16, experts=MLPExperts(4, 16, 32, 16), router=router).to(half)
     yield "expert-choice MLP as TokenMoE: step", step_of(tokens, torch.zeros(2, 49, 16, dtype=half))
+    end = WideResNetEnd().to(memory_format=torch.channels_last).train()
+    yield "end of WRN-pMoE, autocast: step", autocast_step(end, channels_last(2, 64, 16, 16))
     for size, what in ((64, "faces"), (32, "CIFAR")):
         for name in ("wrn10_1_pmoe", "wrn10_1"):
             options = {"image_size": size} if name.endswith("pmoe") else {}
