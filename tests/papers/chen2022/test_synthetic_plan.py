@@ -37,6 +37,7 @@ BEYOND_QUICK = {
     "released": {
         *("table3-singles", "table3-overfits", "table7-values", "table8-bound", "table8-values", "fig1-clusters"),
         *MEANS,
+        *("fig1-why", "table9-why", "table9-dataset"),
     },
 }
 

@@ -22,7 +22,7 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["MEMBERS", "SIZES", "EnsembleCell", "EnsembleSizes", "plan"]
+__all__ = ["MEMBERS", "SIZES", "EnsembleCell", "EnsembleSizes", "SharedSamples", "plan"]
 
 ENGINE = 1
 """Version of the experiment. Raised when results change, so that older cells in the result cache are not used."""
@@ -32,7 +32,7 @@ MEMBERS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
-class _SharedSamples(ClusterPatches):
+class SharedSamples(ClusterPatches):
     """Samples that all members of an ensemble share: those of its first member."""
 
     member_keys: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class EnsembleCell:
         networks = range(self.trials * self.members)
         keys = keyed_random.keys(runner.seed, networks)
         plain = ClusterPatches.setting(self.setting)
-        source = _SharedSamples(**asdict(plain), member_keys=tuple(int(key) for key in keys), members=self.members)
+        source = SharedSamples(**asdict(plain), member_keys=tuple(int(key) for key in keys), members=self.members)
         trained = train_mixtures(
             self.model,
             source,

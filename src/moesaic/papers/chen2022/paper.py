@@ -1,8 +1,9 @@
 """Chen et al. 2022, "Towards Understanding Mixture of Experts in Deep Learning".
 
-Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`), CIFAR-10 and CIFAR-10-Rotate
-(`claims_images` as printed, `claims_released_images` as released), and sentences in three languages
-(`claims_language`). Every trial has its own random samples; the released code trains ten times on one dataset.
+Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`; `claims_ablations` undoes single
+differences between print and code), CIFAR-10 and CIFAR-10-Rotate (`claims_images` as printed, `claims_released_images`
+as released), and sentences in three languages (`claims_language`). Every trial has its own random samples; the released
+code trains ten times on one dataset.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from typing import Any
 
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022 import (
+    claims_ablations,
     claims_images,
     claims_language,
     claims_released_images,
     claims_synthetic,
     claims_theory,
+    experiments_ablations,
     experiments_ensembles,
     experiments_images,
     experiments_language,
@@ -40,6 +43,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     return {
         **experiments_synthetic.plan(preset, fidelity),
         **experiments_ensembles.plan(preset, fidelity),
+        **experiments_ablations.plan(preset, fidelity),
         **experiments_images.plan(preset, fidelity),
         **experiments_language.plan(preset, fidelity),
     }
@@ -99,6 +103,7 @@ PAPER: Paper[Any] = Paper(
     checks=(
         *claims_synthetic.CHECKS,
         *claims_theory.CHECKS,
+        *claims_ablations.CHECKS,
         *claims_images.CHECKS,
         *claims_released_images.CHECKS,
         *claims_language.CHECKS,
