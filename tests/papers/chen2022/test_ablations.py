@@ -9,7 +9,7 @@ from papers.chen2022.example_results import Array, around, tables
 
 from moesaic.papers.chen2022.claims_ablations import CHECKS
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED
-from moesaic.papers.chen2022.experiments_ablations import BALANCE_FORMS, FIGURE_1_FORMS, DatasetCell, plan
+from moesaic.papers.chen2022.experiments_ablations import BALANCE_FORMS, FIGURE_1_FORMS, GROUP_FORMS, DatasetCell, plan
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.experiments_synthetic import plan as synthetic_plan
 from moesaic.papers.chen2022.mixture_networks import Mixture
@@ -31,18 +31,22 @@ def test_each_form_differs_from_the_released_code_in_one_thing():
         "ablated/figure1/gate": {"model.gate": "softmax"},
         "ablated/figure1/loss": {"model.softmax_twice": False},
         "ablated/figure1/steps": {"schedule.steps": 2000, "schedule.stop": "never", "follow": 40},
+        **{f"ablated/s{s}/gate": {"model.gate": "softmax"} for s in (1, 3, 4)},
+        "ablated/s3/norm": {"schedule.norm": "frobenius"},
         **{f"ablated/balance/softmax/s{s}": {"schedule.balance_on": "softmax"} for s in (3, 4)},
         **{f"ablated/balance/coefficient/s{s}": {"schedule.balance": 1e-3} for s in (3, 4)},
     }
     for name, wanted in changed.items():
-        own = "figure1/cubic" if "figure1" in name else f"balanced/identity/{name[-2:]}"
+        own = "figure1/cubic"
+        if "figure1" not in name:
+            own = f"balanced/identity/{name[-2:]}" if "balance" in name else f"moe/cubic/{name.split('/')[1]}"
         base, cell = released[own], cells[name]
         assert isinstance(base, MixtureCell)
         assert isinstance(cell, MixtureCell)
         before = leaves(base)
         assert {key: value for key, value in leaves(cell).items() if value != before[key]} == wanted
     assert set(cells) == {*changed, "datasets/balanced/s3", "datasets/balanced/s4"}
-    assert {name.split("/")[2] for name in changed} == {*FIGURE_1_FORMS, *BALANCE_FORMS}
+    assert {name.split("/")[2] for name in changed} == {*FIGURE_1_FORMS, *BALANCE_FORMS, *GROUP_FORMS}
 
 
 def test_ablations_are_of_the_released_code_and_not_quick():
@@ -116,6 +120,54 @@ def test_a_form_recovers_the_clusters_if_its_interval_is_below_half_of_log_4(dis
     found = evaluate("fig1-why", results)
     assert found.verdict == verdict
     assert found.measured == pytest.approx(least, abs=1e-6)
+
+
+@pytest.mark.parametrize(("point", "verdict"), [(0.2, "holds"), (0.5, "fails"), (1 / 3, "undecided")])
+def test_the_router_learns_centres_if_the_ratio_is_below_a_third(point, verdict):
+    centre = np.ones((3, 2, 4, 4))
+    made = {
+        "track_router_centre": centre,
+        "track_router_feature": centre * around(point, 0.01)[:, None, None, None],
+        "track_dispatch": np.stack([np.full((2, 4, 4), 100.0)] * 3),
+    }
+    found = evaluate("fig4-why", {"ablated/s1/gate": made})
+    assert found.verdict.partition(":")[0] == verdict
+    assert found.measured == pytest.approx(point)
+
+
+def test_every_trial_has_to_be_seen_at_95_percent():
+    track = np.array([[50.0, 96.0, 90.0], [50.0, 94.0, 95.0]])
+    held = evaluate("fig3-why", {"ablated/s4/gate": {"track_probe_accuracy": track}})
+    assert (held.verdict, held.measured) == ("holds", 95.0)
+    missed = evaluate("fig3-why", {"ablated/s4/gate": {"track_probe_accuracy": track - 0.5}})
+    assert (missed.verdict, missed.measured) == ("fails: 1 of 2 trials never get there", 94.5)
+
+
+def grouped(share: float, least: float) -> dict[str, Array]:
+    """Three trials with two experts in each group, and one with an empty group, which does not count."""
+    groups = np.array([[0.0, 0, 1, 1, 2, 2, 3, 3]] * 3 + [[0.0] * 8])
+    table = np.zeros((4, 8))
+    for k in range(4):
+        table[k, 2 * k] = share
+        table[k, (2 * k + 2) % 8] = 100 - share
+    dispatch = np.stack([table, table, table, np.roll(table, 2, axis=1)])
+    dispatch[0, 0] += [0.1, 0, -0.1, 0, 0, 0, 0, 0]
+    loads = np.array([1.0, least] * 4) * np.array([1.0, 1.0, 1.001, 1.0])[:, None]
+    return {"groups": groups, "test_dispatch": dispatch, "track_load": loads[:, None]}
+
+
+@pytest.mark.parametrize(
+    ("gate", "norm", "verdict"),
+    [
+        ((99.9, 0.9), (60.0, 0.9), "holds: the gate is softmax(h)"),
+        ((99.9, 0.2), (99.9, 0.8), "holds: gradients are divided by their Frobenius norm"),
+        ((99.9, 0.2), (60.0, 0.9), "fails"),
+    ],
+)
+def test_a_form_keeps_the_groups_if_neither_router_nor_loads_fail(gate, norm, verdict):
+    found = evaluate("theorem4.2-why", {"ablated/s3/gate": grouped(*gate), "ablated/s3/norm": grouped(*norm)})
+    assert found.verdict == verdict
+    assert found.measured == pytest.approx(max(gate[0], norm[0]), abs=0.1)
 
 
 PRINTED = {s: PUBLISHED["balanced/identity"][s - 1] for s in (3, 4)}

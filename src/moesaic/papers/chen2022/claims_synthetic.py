@@ -23,7 +23,7 @@ from moesaic.papers.engine.decision_rules import (
     same_mean,
 )
 
-__all__ = ["CHECKS", "PUBLISHED", "entropies", "final_entropy", "final_table", "purity"]
+__all__ = ["CHECKS", "PUBLISHED", "entropies", "final_entropy", "final_table", "purity", "signal_ratio"]
 
 Array = NDArray[np.float64]
 
@@ -307,7 +307,7 @@ def _second_signal(result: CellArrays) -> Array:
     return _per_trial(result, ordered[..., -2], ordered[..., -1])
 
 
-def _ratio(result: CellArrays, over: str, under: str) -> Array:
+def signal_ratio(result: CellArrays, over: str, under: str) -> Array:
     """(T,): the largest inner product with the one kind of signal over that with the other."""
     return _per_trial(result, result[over][:, -1].max(axis=-1), result[under][:, -1].max(axis=-1))
 
@@ -319,12 +319,12 @@ def _inner_products() -> list[ClaimCheck]:
         return at_most(mean(_second_signal(experiment.results["moe/cubic/s1"])), third)
 
     def small(over: str, under: str) -> Callable[[ExperimentResults], CheckResult]:
-        return lambda experiment: at_most(mean(_ratio(experiment.results["moe/cubic/s1"], over, under)), third)
+        return lambda experiment: at_most(mean(signal_ratio(experiment.results["moe/cubic/s1"], over, under)), third)
 
     def many_signals(experiment: ExperimentResults) -> CheckResult:
         result = experiment.results["moe/identity/s1"]
         feature = _second_signal(result)
-        centre = _ratio(result, "track_expert_centre", "track_expert_feature")
+        centre = signal_ratio(result, "track_expert_centre", "track_expert_feature")
         return at_least(_least([mean(feature), mean(centre)]), third)
 
     def router_features(experiment: ExperimentResults) -> CheckResult:

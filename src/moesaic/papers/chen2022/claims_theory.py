@@ -13,7 +13,7 @@ from moesaic.papers.chen2022.experiments_synthetic import ClaimCheck, Experiment
 from moesaic.papers.engine.cells import CellArrays
 from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 
-__all__ = ["CHECKS"]
+__all__ = ["CHECKS", "all_groups", "group_balance", "to_own_group"]
 
 Array = NDArray[np.float64]
 
@@ -109,10 +109,10 @@ def _experts_good(experiment: ExperimentResults) -> CheckResult:
 
 
 def _routed_well(experiment: ExperimentResults) -> CheckResult:
-    return _explored(experiment, _to_own_group, 99.0, 100.0)
+    return _explored(experiment, to_own_group, 99.0, 100.0)
 
 
-def _all_groups(result: CellArrays) -> NDArray[np.bool_]:
+def all_groups(result: CellArrays) -> NDArray[np.bool_]:
     """(T,): whether no group is empty, which the theorem assumes."""
     return np.array([len(set(trial)) == CLUSTERS for trial in result["groups"].tolist()])
 
@@ -125,7 +125,7 @@ def _explored(
     Trials without a value have NaN. The verdict names their mean after all of training beside it.
     """
     result = experiment.results["explored/cubic/s3"]
-    values, covered = measure(result), _all_groups(result)
+    values, covered = measure(result), all_groups(result)
     valid = covered & np.isfinite(values)
     if valid.sum() < 2:
         return CheckResult("undecided: fewer than two trials have an expert for each cluster")
@@ -139,7 +139,7 @@ def _explored(
     return replace(checked, verdict=f"{decision}: {f'{reason}; ' if reason else ''}{beside}")
 
 
-def _to_own_group(result: CellArrays) -> Array:
+def to_own_group(result: CellArrays) -> Array:
     """(T,): the percentage of test samples that go to an expert of their cluster's group."""
     tables = result["test_dispatch"]
     clusters = np.arange(tables.shape[1], dtype=np.float64)
@@ -148,7 +148,7 @@ def _to_own_group(result: CellArrays) -> Array:
 
 
 def _groups_filled(experiment: ExperimentResults) -> CheckResult:
-    filled = _all_groups(experiment.results["moe/cubic/s3"]).astype(float)
+    filled = all_groups(experiment.results["moe/cubic/s3"]).astype(float)
     found = percentage(100 * filled)
     full = int(filled.sum())
     verdict = "holds" if full == len(filled) else f"partly: in {full} of {len(filled)} trials" if full else "fails"
@@ -171,13 +171,13 @@ def _explored_others(experiment: ExperimentResults) -> CheckResult:
 
 
 def _equal_loads(experiment: ExperimentResults) -> CheckResult:
-    return _explored(experiment, lambda result: _balance(result["track_load"][:, -1], result["groups"]), 0.5, 1.0)
+    return _explored(experiment, group_balance, 0.5, 1.0)
 
 
-def _balance(loads: Array, groups: Array) -> Array:
+def group_balance(result: CellArrays) -> Array:
     """(T,): least over largest load in groups of two or more used experts, averaged; NaN for a trial without such."""
     found: list[float] = []
-    for load, group in zip(loads, groups, strict=True):
+    for load, group in zip(result["track_load"][:, -1], result["groups"], strict=True):
         members = [load[group == k] for k in range(CLUSTERS)]
         ratios = [float(each.min() / each.max()) for each in members if len(each) > 1 and each.max() > 0]
         found.append(float(np.mean(ratios)) if ratios else float("nan"))

@@ -24,7 +24,7 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import Cell, CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["BALANCE_FORMS", "BALANCE_SETTINGS", "FIGURE_1_FORMS", "DatasetCell", "plan"]
+__all__ = ["BALANCE_FORMS", "BALANCE_SETTINGS", "FIGURE_1_FORMS", "GROUP_FORMS", "DatasetCell", "plan"]
 
 ENGINE = 1
 """Version of the experiment. Raised when results change, so that older cells in the result cache are not used."""
@@ -37,6 +37,11 @@ FIGURE_1_FORMS: Mapping[str, str] = MappingProxyType(
     }
 )
 """What is as printed in each form of the mixture of Figure 1."""
+
+GROUP_FORMS: Mapping[str, str] = MappingProxyType(
+    {"gate": "the gate is softmax(h)", "norm": "gradients are divided by their Frobenius norm"}
+)
+"""What is as printed in each form of the mixture of eight nonlinear experts in setting 3."""
 
 BALANCE_FORMS: Mapping[str, str] = MappingProxyType(
     {
@@ -118,6 +123,13 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[CellArrays]:
     cells["ablated/figure1/loss"] = replace(mixture, model=replace(mixture.model, softmax_twice=False))
     longer = replace(mixture.schedule, steps=2000, stop="never")
     cells["ablated/figure1/steps"] = replace(mixture, schedule=longer, follow=40)
+    for setting in (1, 3, 4):
+        mixture = released[f"moe/cubic/s{setting}"]
+        assert isinstance(mixture, MixtureCell)
+        cells[f"ablated/s{setting}/gate"] = replace(mixture, model=replace(mixture.model, gate="softmax"))
+        if setting == 3:
+            schedule = replace(mixture.schedule, norm="frobenius")
+            cells[f"ablated/s{setting}/norm"] = replace(mixture, schedule=schedule)
     for setting in BALANCE_SETTINGS:
         balanced = released[f"balanced/identity/s{setting}"]
         assert isinstance(balanced, MixtureCell)
