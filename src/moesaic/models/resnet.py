@@ -121,9 +121,10 @@ class _BasicBlock(nn.Module):
         self.first = conv_bn(in_channels, channels, 3, stride)
         self.second = conv_bn(channels, channels, 3)
         self.shortcut = _shortcut(in_channels, channels, stride)
+        self.relu1 = nn.ReLU()  # a module, so that gates of its channels can come after it
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
+        return F.relu(self.second(self.relu1(self.first(x))) + self.shortcut(x))
 
 
 class _Bottleneck(nn.Module):
@@ -135,9 +136,10 @@ class _Bottleneck(nn.Module):
         self.second = conv_bn(channels, channels, 3, stride)
         self.third = conv_bn(channels, _EXPANSION * channels, 1)
         self.shortcut = _shortcut(in_channels, _EXPANSION * channels, stride)
+        self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.second(F.relu(self.first(x))))
+        y = self.relu2(self.second(self.relu1(self.first(x))))
         return F.relu(self.third(y) + self.shortcut(x))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channel.masked import apply_gates, dense_conv
+from moesaic.ops.channel.masked import apply_gates, closed_gradients, dense_conv, scale_channels
 from moesaic.ops.dispatch import (
     Activation,
     ChannelConv,
@@ -158,6 +158,8 @@ class TritonBackend(TorchBackend):
         norm = conv.norm
         if norm is None or not _fits_gated_norm(y, norm):
             return apply_gates(y, gate_out, conv)
+        if conv.activation == "relu" and closed_gradients(gate_out):  # the kernel skips what closed gates hide
+            return scale_channels(_gated_norm(y, norm, None, 1, relu=True), gate_out, conv)
         return _gated_norm(y, norm, gate_out.weights, conv.block_out, relu=conv.activation == "relu")
 
 
@@ -169,10 +171,10 @@ def norm_relu(y: Tensor, norm: Norm, gates: Tensor | None = None, block: int = 1
     if kernels_available(y) and _fits_gated_norm(y, norm):
         return _gated_norm(y, norm, gates, block, relu=True)
     norm.count()
-    y = norm.apply(y)
+    y = F.relu(norm.apply(y))
     if gates is not None:
         y = y * gates[:, 0].repeat_interleave(block, 1)[:, : y.shape[1], None, None].to(y.dtype)
-    return F.relu(y)
+    return y
 
 
 def _fits_gated_norm(y: Tensor, norm: Norm) -> bool:

@@ -48,6 +48,10 @@ class ChannelGate(nn.Module):
     - ``mode="hard"``: the gate is 1 where the score is above 0, else 0. In training mode every gate has the gradient of
       the sigmoid of its noisy score over ``gate.temperature``.
 
+    A ReLU after the gates would give those of closed blocks no gradient, whatever the mode. So `ChannelMoE` and
+    `deepmoe` gate after ReLU, which is the same for gates ≥ 0. Where a network calls ``torch.relu`` in its own
+    ``forward`` in place of an ``nn.ReLU``, `deepmoe` cannot, and closed blocks before it have no gradient.
+
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
 
     ``gate.noise`` is 0 unless training sets it: noise that is added to the scores before the selection, in training
@@ -222,6 +226,10 @@ class _StraightThrough(Routing):
 
     estimate: Tensor | None = None
     """(B, 1, E): zero everywhere, with the gradients that ``gate`` lacks."""
+
+    @property
+    def closed_gradients(self) -> bool:
+        return self.estimate is not None
 
     @property
     def weights(self) -> Tensor:

@@ -185,6 +185,7 @@ def _route_equal(heads: Sequence[ChannelGate], scores: Tensor, noisy: Tensor, ma
             may_drop=head.mode != "topk",
             block_gates=dense[:, None],
             channel_gates=channels,
+            closed_gradients=estimate is not None,
         )
         for score, chosen, values, dense, channels in zip(*parts, strict=True)
     ]

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,6 +18,8 @@ from moesaic.layers import ChannelMoE
 from moesaic.ops import autocast_dtype, kernels_available
 from moesaic.ops.channel.bn_folding import batch_norm_tensors
 from moesaic.ops.channel.joint_routing import JointRouting
+from moesaic.ops.channel.masked import closed_gradients
+from moesaic.ops.dispatch import run_channels
 from moesaic.ops.eager import is_plain_eager
 from moesaic.ops.hooks import has_hooks
 from moesaic.ops.triton_backend import norm_relu
@@ -83,7 +84,8 @@ class GatedConv(ChannelMoE):
         block: consecutive output channels that share a gate.
         block_in: consecutive input channels that share a gate.
         before_relu: whether nothing but a `GatedReLU` reads its output. Where GPU kernels run what follows the
-            convolution, they apply ReLU as well.
+            convolution, they apply ReLU as well. So it is on every device where closed gates have gradients, which a
+            ReLU behind the gates would stop; a hook on the convolution then sees the map after ReLU.
     """
 
     def __init__(
@@ -136,6 +138,13 @@ class GatedConv(ChannelMoE):
             gate_out, gate_in = self.gates()
         return super().forward(x, gate_out, gate_in)
 
+    def _run(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> Tensor:
+        if not self.before_relu or not closed_gradients(gate_out):
+            return super()._run(x, gate_out, gate_in)
+        y = run_channels(x, gate_out, gate_in, self.weights("relu"))
+        self._active.set_rectified(y)
+        return y
+
     def _rectified(self, x: Tensor) -> Tensor | None:
         """The output after ReLU, by torch's convolution and GPU kernels for the rest; None where these do not run."""
         if not self.before_relu or not is_plain_eager(x) or not kernels_available(x):
@@ -148,6 +157,8 @@ class GatedConv(ChannelMoE):
         fits = x.ndim == 4 and gates.batch == x.shape[0] and isinstance(gates, JointRouting)
         if not fits or norm is None or weight is None or (x.dtype != weight.dtype and autocast_dtype(x) is None):
             return None  # which is for the plain way to say
+        if closed_gradients(gates):  # the kernel skips what closed gates hide
+            return None
         y = F.conv2d(x, weight, conv._parameters.get("bias"), self.stride, self.padding)  # casts under autocast
         y = norm_relu(y, batch_norm_tensors(cast("nn.BatchNorm2d", norm)), gates.weights, self.block)
         self._active.set_rectified(y)
@@ -166,7 +177,7 @@ class GatedReLU(nn.ReLU):
         self._active = active
 
     def forward(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and self._active.take_rectified() is input:
+        if self._active.take_rectified() is input:
             return input
         return super().forward(input)
 

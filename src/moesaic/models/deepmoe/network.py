@@ -390,7 +390,7 @@ def deepmoe(
         block_in = 1 if producer is None else blocks[producer]
         if name in plan:
             norm = plan[name].norm
-            relu = None if norm is None else _relu_after(backbone, norm, next_module)
+            relu = _relu_after(backbone, norm or name, next_module)
             replaced[name] = GatedConv(
                 conv,
                 None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
@@ -491,9 +491,9 @@ def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, ca
     return unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
 
 
-def _relu_after(backbone: nn.Module, norm: str, next_module: Mapping[str, str | None]) -> str | None:
-    """The name of the ReLU that alone reads the output of a BatchNorm, if that is so."""
-    name = next_module[norm]
+def _relu_after(backbone: nn.Module, module: str, next_module: Mapping[str, str | None]) -> str | None:
+    """The name of the ReLU that alone reads the output of a BatchNorm or convolution, if that is so."""
+    name = next_module[module]
     relu = None if name is None else backbone.get_submodule(name)
     return name if type(relu) is nn.ReLU and not has_hooks(relu, include_global=False) else None
 

@@ -19,6 +19,8 @@ class JointRouting(Routing):
     """(B, 1, E): ``weights``."""
     channel_gates: Tensor | None = None
     """(B, C): the gate of every channel, in the dtype of the map."""
+    closed_gradients: bool = False
+    """Whether the dense gates have gradients where they are closed."""
 
     @property
     def weights(self) -> Tensor:

@@ -1,8 +1,9 @@
 """Masked execution of a convolution with gated channels: the definition.
 
-    y = activation(g ⊙ BatchNorm(conv(x)))
+    y = g ⊙ activation(BatchNorm(conv(x)))
 
-The gate follows BatchNorm, whose shift would make a closed channel nonzero again; as g ≥ 0, it commutes with ReLU.
+The gate follows BatchNorm, whose shift would make a closed channel nonzero again. As g ≥ 0, it commutes with ReLU, and
+it comes last: ReLU has no gradient at 0, so a closed gate before it would have none, whatever its estimate.
 Everything is computed and closed channels are multiplied by zero: exact gradients, any device, any dtype. Inference
 that computes only open channels is `moesaic.freeze`.
 """
@@ -18,7 +19,21 @@ from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.eager import in_vmap
 from moesaic.routing_record import Routing
 
-__all__ = ["apply_gates", "channel_gates", "check_closed", "dense_conv", "masked_conv", "open_channels"]
+__all__ = [
+    "apply_gates",
+    "channel_gates",
+    "check_closed",
+    "closed_gradients",
+    "dense_conv",
+    "masked_conv",
+    "open_channels",
+    "scale_channels",
+]
+
+
+def closed_gradients(routing: Routing) -> bool:
+    """Whether the gates have gradients where they are closed: those of a straight-through estimate."""
+    return bool(getattr(routing, "closed_gradients", False))
 
 
 def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
@@ -44,12 +59,17 @@ def dense_conv(x: Tensor, conv: ChannelConv) -> Tensor:
 
 
 def apply_gates(y: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
-    """What follows the convolution: BatchNorm, gates and activation."""
+    """What follows the convolution: BatchNorm, activation and gates."""
     if conv.norm is not None:
         conv.norm.count()
         y = conv.norm.apply(y)
-    y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
-    return F.relu(y) if conv.activation == "relu" else y
+    y = F.relu(y) if conv.activation == "relu" else y
+    return scale_channels(y, gate_out, conv)
+
+
+def scale_channels(y: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
+    """The map times the gate of each channel."""
+    return y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
 
 
 def check_closed(x: Tensor, gate_in: Routing, conv: ChannelConv) -> None:
