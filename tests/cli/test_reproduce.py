@@ -65,8 +65,33 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "device": "cpu",
         "seed": 7,
         "vary": (),
+        "budget": None,
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_a_time_limit_counts_from_the_start_and_is_positive(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["reproduce", "--out", "out", "--device", "cpu", "--minutes", "1.5"]) == 0
+    budget = papers.asked["budget"]
+    assert budget.seconds == 90
+    assert 0 < budget.left < 90
+    for wrong in ("0", "-3", "inf", "nan"):
+        assert main(["reproduce", "--out", "out", "--minutes", wrong]) != 0
+        assert "it must be above 0" in capsys.readouterr().err
+
+
+def test_claims_without_raw_trials_are_asked_for_by_form(
+    papers: Papers, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lacking = {"chowdhury2023": [("samples", "released"), ("phase", "print")], "chen2022": [("clusters", "released")]}
+    monkeypatch.setattr("moesaic.papers.recompute.without_trials", lambda paper: lacking[paper])
+    assert main(["reproduce", "--out", "out", "--device", "cpu", "--without-trials"]) == 0
+    assert papers.asked["claims"] == (("samples", "released"), ("phase", "print"), ("clusters", "released"))
+    given = ["--without-trials", "--paper", "chowdhury2023", "--claim", "samples"]
+    assert main(["reproduce", "--out", "out", "--device", "cpu", *given]) == 0
+    assert papers.asked["claims"] == (("samples", "released"),)
+    assert main(["reproduce", "--out", "out", "--device", "cpu", *given, "--fidelity", "print"]) != 0
+    assert "the raw trials of all these claims are stored; leave it out" in capsys.readouterr().err
 
 
 def test_verdicts_of_workers_are_printed_as_they_come_and_once(

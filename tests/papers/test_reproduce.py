@@ -8,9 +8,11 @@ import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from moesaic.fidelity import Fidelity
 from moesaic.papers import reproduce as reproduce_module
 from moesaic.papers.chen2022.experiments_images import CIFAR10_DIGEST, ImageCell
 from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
@@ -21,8 +23,10 @@ from moesaic.papers.chowdhury2023.experiments_mnist import SIZES, Sizes, TwoLaye
 from moesaic.papers.chowdhury2023.experiments_mnist import plan as whole_plan
 from moesaic.papers.engine.findings import VERDICTS, Finding
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.reproduce import PAPERS, ReproduceResult, reproduce
+from moesaic.papers.engine.time_budget import TimeBudget
+from moesaic.papers.reproduce import FULL_ORDER, PAPERS, ReproduceResult, reproduce
 from moesaic.training import NoProgress, ResultCache
+from moesaic.training.cell_status import folder_status
 
 TINY = Sizes(
     trials=2,
@@ -138,6 +142,93 @@ def test_only_what_a_claim_needs_is_run(tmp_path: Path):
     assert [(finding.id, finding.fidelity) for finding in result.findings] == [("fig6-falls", "print")]
     assert len(list((tmp_path / "cells").iterdir())) == len(TINY.fig6_k)
     assert [chart.where for chart in result.charts] == ["Figure 6"]
+
+
+def test_a_claim_is_checked_in_the_form_that_is_asked_for(tmp_path: Path):
+    result = reproduce(claims=[("fig4-joint-ahead", "released"), "fig4-faster"], out=tmp_path, preset="quick")
+    assert [(each.id, each.fidelity) for each in result.findings] == [
+        ("fig4-joint-ahead", "released"),
+        ("fig4-faster", "print"),
+    ]
+    both = reproduce(claims=[("fig4-joint-ahead", "print"), "fig4-joint-ahead"], out=tmp_path, preset="quick")
+    assert [each.fidelity for each in both.findings] == ["print", "released"]
+
+
+def test_cells_that_do_not_fit_in_the_time_limit_are_left_for_the_next_run(tmp_path: Path):
+    """On a clock that takes ten seconds for a cell, and of which the first cell takes all but five."""
+    now = [0.0]
+    names: list[str] = []
+
+    class Clocked(NoProgress):
+        def begin(self, name: str, total: int, done: int = 0) -> None:
+            if "/" in name:
+                names.append(name)
+                now[0] += 10
+
+    def run(minutes: float) -> ReproduceResult:
+        return reproduce(
+            claims=["fig4-joint-ahead"],
+            fidelities=["print"],
+            out=tmp_path,
+            preset="quick",
+            progress=Clocked(),
+            budget=TimeBudget(60 * minutes, clock=lambda: now[0]),
+        )
+
+    first = run(0.25)  # the second cell starts in time and ends after it
+    assert len(names) == 2
+    assert [each.verdict for each in first.findings] == ["not run here: did not fit in the time limit of 0.25 minutes"]
+    assert first.notes[0].startswith("2 cells did not fit in 0.25 minutes: 2 take about 0.1 min")
+    assert folder_status(tmp_path)[0].count("missing") == 2
+    second = run(10)
+    assert len(set(names)) == len(names) == 4, "finished cells do not run again"
+    assert second.findings[0].decision != "not run here"
+    assert not any("did not fit" in note for note in second.notes)
+    assert without_seconds(second) == without_seconds(
+        reproduce(claims=["fig4-joint-ahead"], fidelities=["print"], out=tmp_path / "other", preset="quick")
+    )
+
+
+def test_variants_that_do_not_fit_say_so(tmp_path: Path):
+    result = reproduce(
+        claims=["fig4-joint-ahead"],
+        fidelities=["print"],
+        out=tmp_path,
+        preset="quick",
+        vary=["neurons=3"],
+        budget=TimeBudget(60, clock=iter(range(0, 10_000, 60)).__next__),
+    )
+    assert [each.decision for each in result.findings] == ["not run here"]
+    assert {each.outcome.partition(":")[0] for each in result.variants} == {"not run here"}
+
+
+def test_a_cell_starts_if_what_is_known_of_its_kind_fits():
+    now = [0.0]
+    budget = TimeBudget(100, clock=lambda: now[0])
+    assert budget.fits("wide/pmoe/1000/0", 50), "nothing is known"
+    budget.record("wide/pmoe/1000/0", 50, 40.0)
+    budget.record("wide/pmoe/1000/1", 50, 60.0)
+    budget.record("wide/wrn/1000/0", 50, 1.0)
+    assert budget.estimate("wide/pmoe/1000/0", 50) == 40, "the same cell"
+    assert budget.estimate("wide/pmoe/1000/2", 50) == 60, "the slower of two alike"
+    assert budget.estimate("wide/pmoe/2000/0", 100) == 120
+    assert budget.estimate("wide/vit/1000/0", 50) == 60
+    assert not budget.fits("wide/pmoe/2000/0", 100)
+    now[0] = 41.0
+    assert not budget.fits("wide/pmoe/1000/2", 50)
+    assert budget.fits("wide/wrn/1000/1", 50)
+    now[0] = 100.0
+    assert not budget.fits("theory", 0), "no time is left"
+    assert budget.describe({"theory": 0}) == "1 cell did not fit in 1.66667 minutes: of 1 no like has run"
+
+
+def test_the_full_preset_runs_in_the_order_of_the_campaign():
+    plans = {id: {form: paper.plan("full", form) for form in get_args(Fidelity)} for id, paper in PAPERS.items()}
+    for id, starts in FULL_ORDER:
+        for start in starts:
+            named = [check for check in PAPERS[id].checks if check.claim.id.startswith(start)]
+            assert named, f"{start} names no claim of {id}"
+            assert any(check.can_run(plans[id][form], "full") for check in named for form in check.fidelities)
 
 
 def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -10,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
 from moesaic.checks import check_choice
 from moesaic.cli.browser import open_browser
@@ -73,6 +74,10 @@ class Reproduce:
     """Device to run on. auto: a GPU if there is one."""
     jobs: JobsOption = "1"
     """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
+    minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
+    """Time limit. Experiments that do not fit are left for the next run of the same command."""
+    without_trials: FlagCreatePairsOff[bool] = False
+    """Check only claims whose raw trials are not stored; `moesaic claims --recompute` lists them."""
     open: bool = True
     """Open the report in the browser, where there is a terminal and a display."""
     seed: int = 0
@@ -83,11 +88,13 @@ class Reproduce:
         from rich.console import Console
 
         from moesaic.papers.engine.claims_table import GrowingTable
+        from moesaic.papers.engine.time_budget import TimeBudget
         from moesaic.papers.engine.variants import RefusedVariant
         from moesaic.papers.reproduce import PAPERS
 
         with user_errors("reproduce"):
             plan = self._checked()
+            plan["budget"] = None if self.minutes is None else TimeBudget(60 * self.minutes)
             jobs = 1 if is_worker() else job_count("reproduce", self.jobs, plan["device"])
             threads = use_threads(plan["out"], jobs, plan["device"])
             command, machine = ("", "") if is_worker() else write_config(plan["out"], self, given, plan["device"])
@@ -121,6 +128,8 @@ class Reproduce:
         papers = select_papers("reproduce", [paper.source for paper in PAPERS.values()], self.paper)
         known = [claim for paper in papers or PAPERS for claim in PAPERS[paper].claims]
         selected = select_claims("reproduce", known, self.claim, self.figure)
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ValueError(f"reproduce: --minutes={self.minutes:g}; it must be above 0")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -130,22 +139,38 @@ class Reproduce:
         for paper in (PAPERS[name] for name in papers or PAPERS):
             if not selected or any(claim.id in selected for claim in paper.claims):
                 paper.check_data(self.data_dir)  # so that damaged files are found before anything runs
-        chosen: dict[str, Any] = {
-            "papers": papers or None,
-            "claims": tuple(selected) or None,
-            "preset": self.preset,
-            "fidelities": FIDELITIES[self.fidelity],
-        }
+        claims = tuple(selected) or None
+        fidelities = FIDELITIES[self.fidelity]
         if self.vary:
-            check_variations(self.vary, **chosen)
+            known = {"papers": papers or None, "claims": claims}
+            check_variations(self.vary, **known, preset=self.preset, fidelities=fidelities)
         return {
-            **chosen,
+            "papers": papers or None,
+            "claims": self._without_trials(papers, selected) if self.without_trials else claims,
+            "preset": self.preset,
+            "fidelities": fidelities,
             "data_dir": self.data_dir,
             "out": self.out or Path("runs") / f"reproduce-{self.preset}",
             "device": resolve_device("reproduce", self.device),
             "seed": self.seed,
             "vary": self.vary,
         }
+
+    def _without_trials(self, papers: Sequence[str], selected: Sequence[str]) -> tuple[tuple[str, Fidelity], ...]:
+        """The claims without stored raw trials among the selected ones, each with the form that lacks them."""
+        from moesaic.papers.recompute import without_trials
+        from moesaic.papers.reproduce import PAPERS
+
+        forms = FIDELITIES[self.fidelity]
+        found: list[tuple[str, Fidelity]] = [
+            (claim, fidelity)
+            for paper in papers or PAPERS
+            for claim, fidelity in without_trials(paper)
+            if fidelity in forms and (not selected or claim in selected)
+        ]
+        if not found:
+            raise ValueError("reproduce: --without-trials: the raw trials of all these claims are stored; leave it out")
+        return tuple(found)
 
     def _reproduce(
         self, plan: dict[str, Any], command: str, machine: str, table: GrowingTable, show: Callable[[Finding], None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
@@ -18,6 +18,7 @@ from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim, Finding
 from moesaic.papers.engine.run_order import CellGroup, run_order
 from moesaic.papers.engine.runner import Runner
+from moesaic.papers.engine.time_budget import TimeBudget
 from moesaic.papers.engine.variant_findings import VariantFinding, variant_finding
 from moesaic.papers.engine.variants import (
     Experiment,
@@ -36,7 +37,7 @@ from moesaic.training import NoProgress, Progress, ResultCache
 from moesaic.training.result_cache import cell_digest
 from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
-__all__ = ["PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
+__all__ = ["FULL_ORDER", "PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
 
 PAPERS: Mapping[str, Paper[Any]] = MappingProxyType(
     {paper.id: paper for paper in (CHOWDHURY2023, CHEN2022, WANG2019, TOKEN_ROUTING)}
@@ -60,7 +61,7 @@ class ReproduceResult:
 def reproduce(
     *,
     papers: Sequence[str] | None = None,
-    claims: Sequence[str] | None = None,
+    claims: Sequence[str | tuple[str, Fidelity]] | None = None,
     preset: str = "quick",
     fidelities: Sequence[Fidelity] = get_args(Fidelity),
     data_dir: Path | None = None,
@@ -70,6 +71,7 @@ def reproduce(
     vary: Sequence[str] = (),
     progress: Progress | None = None,
     on_finding: Callable[[Finding], None] | None = None,
+    budget: TimeBudget | None = None,
 ) -> ReproduceResult:
     """Runs the experiments that the claims need and checks the claims.
 
@@ -77,7 +79,7 @@ def reproduce(
 
     Args:
         papers: Ids of the papers to check; None for all.
-        claims: Ids of the claims to check; None for all.
+        claims: Ids of the claims to check, or pairs of an id and the only form to check; None for all.
         preset: "quick" (minutes on two cores), "short" (the papers' sizes, but images and sentences for fewer epochs,
             trials and samples) or "full" (the papers' own sizes, as far as data are at hand).
         fidelities: Which forms of the models to run: as printed, as released, our own.
@@ -89,7 +91,10 @@ def reproduce(
             What they measure are variants beside the findings, never the paper's verdict.
         progress: Receives progress; None for none.
         on_finding: Is called with each verdict as soon as the cells that it needs are complete. Cells run in an order
-            that gives the verdicts on main claims first, then those that need the least work.
+            that gives the verdicts on main claims first, then those that need the least work; with ``"full"`` in that
+            of `FULL_ORDER`.
+        budget: Time that the run may take. Cells that do not fit are left for the next run, and the claims that need
+            them are not run here, with the time that they would take.
 
     Returns:
         The findings in the order of the papers' claims, the charts, the notes and the variants.
@@ -99,29 +104,41 @@ def reproduce(
         check_choice("reproduce", "fidelity", fidelity, get_args(Fidelity))
     chosen = [PAPERS[check_choice("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
     known = [claim.id for paper in chosen for claim in paper.claims]
-    wanted = {check_choice("reproduce", "claim", claim, known) for claim in claims or known}
+    pairs: list[tuple[str, Fidelity | None]] = [
+        (claim, None) if isinstance(claim, str) else claim for claim in (known if claims is None else claims)
+    ]
+    wanted: dict[str, set[Fidelity]] = {}
+    for id, form in pairs:
+        forms: list[Fidelity] = [*fidelities] if form is None else [form]
+        wanted.setdefault(check_choice("reproduce", "claim", id, known), set()).update(forms)
     if vary:
-        check_variations(vary, papers=papers, claims=claims, preset=preset, fidelities=fidelities)
+        check_variations(vary, papers=papers, claims=[*wanted], preset=preset, fidelities=fidelities)
     progress = progress or NoProgress()
     runner = Runner(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
     paper_runs = [
         _PaperRun(paper, checks, preset, fidelities, runner)
         for paper in chosen
-        if (checks := [check for check in paper.checks if check.claim.id in wanted])
+        if (checks := _restricted(paper.checks, wanted))
     ]
     # all cells of all papers and variants in one call, so that one progress bar covers everything
     varied = [each for paper_run in paper_runs for each in paper_run.variants(vary)]
     cells = {name: cell for part in (*paper_runs, *varied) for name, cell in part.cells.items()}
-    asked = [[paper.id for paper in chosen], sorted(wanted), preset, list(fidelities), list(vary), seed]
+    asked: list[Any] = [[paper.id for paper in chosen], sorted(wanted), preset, list(fidelities), list(vary), seed]
+    if any(forms != set(fidelities) for forms in wanted.values()):
+        asked.append(sorted((id, *sorted(forms)) for id, forms in wanted.items()))
     title = f"reproduce {', '.join(paper.id for paper in chosen)}, {preset}"
     planned = [PlannedCell(name, cell_digest(cell.spec(runner))) for name, cell in cells.items()]
     planned += [each for part in paper_runs for each in part.cells_for_others()]
     add_to_plan(out, asked, SweepPlan(title, tuple(planned)))
     pending = [each for paper_run in paper_runs for each in paper_run.pending()]
-    order = run_order([CellGroup(each.cells, each.headline) for each in pending])
+    order = run_order([CellGroup(each.cells, each.headline, _rank(each, preset)) for each in pending])
     early = _EarlyFindings(pending, on_finding)
-    completed = runner.run({name: cells[name] for name in dict.fromkeys([*order, *cells])}, early.add)
+    completed = runner.run({name: cells[name] for name in dict.fromkeys([*order, *cells])}, early.add, budget)
     early.end()
+    left = {name: cell.steps for name, cell in cells.items() if name not in completed}
+    if budget is not None:
+        for part in (*paper_runs, *varied):
+            part.leave_out(left, f"did not fit in the time limit of {budget.seconds / 60:g} minutes")
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
@@ -136,9 +153,44 @@ def reproduce(
         places = {check.claim.where for check in paper_run.checks}
         charts += [chart for chart in paper_run.paper.charts(experiments) if chart.where in places]
         notes += paper_run.paper.notes(preset, runner)
+    if budget is not None and left:
+        notes.insert(0, f"{budget.describe(left)}. The same command goes on with them.")
     return ReproduceResult(
         tuple(findings), tuple(charts), tuple(notes), tuple(each.finding(completed, findings) for each in varied)
     )
+
+
+FULL_ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("chowdhury2023", ("fig10-", "fig11-", "fig12-", "table2-")),
+    ("chowdhury2023", ("fig16-",)),
+    ("chowdhury2023", ("fig14-", "fig15-")),
+    ("chen2022", ("table2-released-resnet18",)),
+    ("chen2022", ("table2-cifar10-cnn",)),
+    ("wang2019", ("equal-cost-",)),
+)
+"""Paper and beginnings of ids of the claims whose cells run first with the preset full, one group after the other."""
+_FULL_LAST = "mobilenetv2"
+"""Part of the ids of claims whose cells run last with the preset full: they take the longest."""
+
+
+def _rank(pending: _Pending, preset: str) -> int:
+    """The place of a verdict's cells in `FULL_ORDER`."""
+    if preset != "full":
+        return 0
+    id, paper = pending.check.claim.id, pending.paper_run.paper.id
+    if _FULL_LAST in id:
+        return len(FULL_ORDER) + 1
+    places = (place for place, (of, starts) in enumerate(FULL_ORDER) if of == paper and id.startswith(starts))
+    return next(places, len(FULL_ORDER))
+
+
+def _restricted(checks: Sequence[ClaimCheck[Any]], wanted: Mapping[str, Collection[Fidelity]]) -> list[ClaimCheck[Any]]:
+    """The checks of some claims, in some of their forms."""
+    return [
+        replace(check, fidelities=tuple(each for each in check.fidelities if each in wanted[check.claim.id]))
+        for check in checks
+        if check.claim.id in wanted
+    ]
 
 
 def claim_parameters(paper: Paper[Any], claims: Sequence[Claim]) -> dict[str, str]:
@@ -226,6 +278,13 @@ class _PaperRun:
         return {
             self._name(fidelity, name): cell for fidelity, plan in self._plans.items() for name, cell in plan.items()
         }
+
+    def leave_out(self, left: Collection[str], reason: str) -> None:
+        """Takes the cells of these names, which did not run, out of the plans."""
+        for fidelity, plan in self._plans.items():
+            missing = [name for name in plan if self._name(fidelity, name) in left]
+            self._plans[fidelity] = {name: cell for name, cell in plan.items() if name not in missing}
+            self._missing_requirements[fidelity] |= dict.fromkeys(missing, reason)
 
     def cells_for_others(self) -> Iterator[PlannedCell]:
         """Yields the cells that this machine cannot run."""
@@ -356,6 +415,10 @@ class _VariantRun:
             for name, cell in self._variant.cells.items()
             if name not in self._missing
         }
+
+    def leave_out(self, left: Collection[str], reason: str) -> None:
+        """Notes the cells of these names, which did not run."""
+        self._missing |= {name: reason for name, known in self._names.items() if known in left}
 
     def finding(self, completed: Mapping[str, CompletedCell[Any]], findings: Sequence[Finding]) -> VariantFinding:
         """Returns what the variant measured, beside the finding in the paper's own setting."""

@@ -42,11 +42,13 @@ def run_cells(
     cells: Sequence[CellWork],
     progress: Progress,
     on_result: Callable[[str, CachedResult], None] = lambda digest, result: None,
+    may_start: Callable[[CellWork], bool] = lambda cell: True,
 ) -> list[CachedResult]:
     """Returns the results of the cells, in their order, after running those that no other worker runs.
 
     Cells that are finished at the start count for nothing in the progress; what others finish later is skipped there.
     ``on_result`` is called with the digest and the result of each cell as soon as it is there, whoever computed it.
+    ``may_start`` is asked before each cell; one that may not start is left out, and has no result in the list.
     """
     by_digest: dict[str, CellWork] = {}
     for cell in cells:
@@ -72,6 +74,7 @@ def run_cells(
                 progress.skip(cell.steps)
                 progress.end()
         left = [cell for cell in left if cell.digest not in found]
+        left = [cell for cell in left if may_start(cell)]
         for cell in left:
             result = _run(cache, cell, progress)
             if result is not None:
@@ -84,7 +87,7 @@ def run_cells(
             progress.advance(0, _waiting(cache, left))
             cache.leases.wait()
     cache.leases.remove(by_digest.keys())  # of workers that were killed between storing a cell and releasing it
-    return [found[cell.digest] for cell in cells]
+    return [found[cell.digest] for cell in cells if cell.digest in found]
 
 
 def _find(cache: ResultCache, cell: CellWork) -> CachedResult | None:

@@ -18,10 +18,12 @@ class CellGroup:
     cells: Mapping[str, Cell[Any]]
     headline: bool = False
     """Whether the verdict is on a paper's main claim."""
+    rank: int = 0
+    """Place in an order that is given; lower ones run first."""
 
 
 def run_order(groups: Sequence[CellGroup]) -> list[str]:
-    """Returns the names of all cells: those of main claims first, then those of the verdict with the fewest steps left.
+    """Returns the names of all cells: by rank, then main claims, then the verdict with the fewest steps left.
 
     Steps of different experiments take different times; they need only tell minutes from seconds.
     """
@@ -30,7 +32,7 @@ def run_order(groups: Sequence[CellGroup]) -> list[str]:
     waiting = list(groups)
     while waiting:
         steps = [sum(cell.steps for cell in set(group.cells.values()) - done) for group in waiting]
-        first = min(range(len(waiting)), key=lambda i: (not waiting[i].headline, steps[i], i))
+        first = min(range(len(waiting)), key=lambda i: (waiting[i].rank, not waiting[i].headline, steps[i], i))
         group = waiting.pop(first)
         order |= dict.fromkeys(group.cells)
         done.update(group.cells.values())

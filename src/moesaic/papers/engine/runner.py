@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moesaic.papers.engine.cells import Cell, CompletedCell
+from moesaic.papers.engine.time_budget import TimeBudget
 from moesaic.training import Progress, ResultCache
 from moesaic.training.result_cache import CachedResult
 from moesaic.training.sweep import CellWork, run_cells
@@ -44,11 +45,15 @@ class Runner:
         return reason
 
     def run(
-        self, named: Mapping[str, Cell[R]], on_completed: Callable[[str, CompletedCell[R]], None] | None = None
+        self,
+        named: Mapping[str, Cell[R]],
+        on_completed: Callable[[str, CompletedCell[R]], None] | None = None,
+        budget: TimeBudget | None = None,
     ) -> dict[str, CompletedCell[R]]:
         """Returns the results of the cells by name; runs those that the cache does not have, in the order of ``named``.
 
         ``on_completed`` is called with each name and result as soon as it is there, first with those of the cache.
+        Cells that do not fit in the budget do not run and have no result.
         """
         todo = {cell for name, cell in named.items() if self._cache.find(name, cell.spec(self)) is None}
         self.progress.begin("all experiments", sum(cell.steps for cell in todo))
@@ -65,15 +70,21 @@ class Runner:
         completed: dict[Cell[R], CompletedCell[R]] = {}
 
         def add(digest: str, stored: CachedResult) -> None:
+            if budget is not None:
+                for cell in cells_of[digest]:
+                    budget.record(names_of[cell][0], cell.steps, stored.seconds)
             for cell in cells_of[digest]:
                 completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
                 for name in names_of[cell]:
                     if on_completed is not None:
                         on_completed(name, completed[cell])
 
-        run_cells(self._cache, work, self.progress, add)
+        def may_start(each: CellWork) -> bool:
+            return budget is None or budget.fits(each.name, each.steps)
+
+        run_cells(self._cache, work, self.progress, add, may_start)
         self.progress.end()
-        return {name: completed[cell] for name, cell in named.items()}
+        return {name: completed[cell] for name, cell in named.items() if cell in completed}
 
     def _work(self, name: str, cell: Cell[Any]) -> Callable[[Progress], dict[str, Any]]:
         def work(progress: Progress) -> dict[str, Any]:
