@@ -167,6 +167,7 @@ def test_the_command_prints_verdicts_and_what_has_no_trials(capsys: pytest.Captu
     printed = capsys.readouterr().out
     assert "partly" in printed
     assert "no raw trials are stored for cost-met (best)" in " ".join(printed.split())
+    assert "moesaic reproduce --paper wang2019 --preset short --without-trials" in printed
 
 
 def test_cells_of_a_fidelity_are_found_by_name():

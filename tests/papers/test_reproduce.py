@@ -144,6 +144,34 @@ def test_only_what_a_claim_needs_is_run(tmp_path: Path):
     assert [chart.where for chart in result.charts] == ["Figure 6"]
 
 
+def test_cells_of_a_chart_run_with_the_claim_and_its_verdict_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    paper = reproduce_module.PAPERS["chowdhury2023"]
+    checks = [
+        replace(check, chart_prefixes=("fig6/",) if check.claim.id == "fig4-joint-ahead" else ())
+        for check in paper.checks
+    ]
+    monkeypatch.setattr(reproduce_module, "PAPERS", {paper.id: replace(paper, checks=tuple(checks))})
+    order: list[str] = []
+
+    class Named(NoProgress):
+        def begin(self, name: str, total: int, done: int = 0) -> None:
+            order.append(name)
+
+    reproduce(
+        claims=["fig4-joint-ahead"],
+        fidelities=["print"],
+        out=tmp_path,
+        preset="quick",
+        progress=Named(),
+        on_finding=lambda finding: order.append(finding.id),
+    )
+    last = order.index("fig4-joint-ahead")
+    assert all("fig4/" in name for name in order[1:last])
+    assert [name.split()[-1] for name in order[last + 1 :]] == ["fig6/N=20/10"], "the other is a cell of Figure 4"
+
+
 def test_a_claim_is_checked_in_the_form_that_is_asked_for(tmp_path: Path):
     result = reproduce(claims=[("fig4-joint-ahead", "released"), "fig4-faster"], out=tmp_path, preset="quick")
     assert [(each.id, each.fidelity) for each in result.findings] == [

@@ -57,6 +57,7 @@ class Claims:
     def _recompute(self, console: Console, papers: Sequence[str], selected: Collection[str]) -> int:
         """Prints the verdicts from stored trials, and the claims that have none."""
         from moesaic.papers.engine.claims_table import show_findings_table
+        from moesaic.papers.engine.findings import RECORDED_PRESET
         from moesaic.papers.recompute import recompute
         from moesaic.papers.reproduce import PAPERS
 
@@ -67,6 +68,9 @@ class Claims:
             names = [f"{claim} ({fidelity})" for id, claim, fidelity in found.without_trials if id == paper]
             if names:
                 console.print(
-                    f"\n{paper}: no raw trials are stored for {', '.join(names)}", markup=False, highlight=False
+                    f"\n{paper}: no raw trials are stored for {', '.join(names)}. To run them:\n"
+                    f"  moesaic reproduce --paper {paper} --preset {RECORDED_PRESET} --without-trials",
+                    markup=False,
+                    highlight=False,
                 )
         return 0

@@ -265,7 +265,7 @@ class _PaperRun:
             needed: set[str] = set()
             for check in checks:
                 if fidelity in check.fidelities and check.can_run(plan, preset):
-                    needed |= check.cells(plan).keys()
+                    needed |= check.cells(plan).keys() | check.chart_cells(plan).keys()
             reasons = {name: runner.missing_requirement(name, plan[name]) for name in plan if name in needed}
             self._missing_requirements[fidelity] = {
                 name: reason for name, reason in reasons.items() if reason is not None

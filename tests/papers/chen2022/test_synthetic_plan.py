@@ -142,6 +142,14 @@ def test_there_is_nothing_of_ours_to_compare_and_nothing_but_the_full_preset_swe
     assert not any(name.startswith("init/") for name in [*plan("quick", "print"), *plan("short", "released")])
 
 
+def test_the_claim_on_initial_weights_needs_one_cell_and_the_others_run_for_its_chart():
+    (check,) = (check for check in PAPER.checks if check.claim.id == "theorem4.2-start")
+    cells = PAPER.plan("short", "print")
+    assert set(check.cells(cells)) == {"init/0.3"}
+    assert set(check.chart_cells(cells)) == {f"init/{scale}" for scale in INIT_SCALES}
+    assert not any(other.chart_cells(cells) for other in PAPER.checks if other is not check)
+
+
 def test_tables_share_the_cells_they_have_in_common():
     cells = plan("short", "released")
     for setting in (1, 2):

@@ -94,7 +94,7 @@ def _length(task: TaskName, network: str, what: str) -> str:
     spread = (
         "the interval is that over trials"
         if trials >= _LEAST_TRIALS
-        else "the interval is that of sampling the test images and says nothing about other trials"
+        else "the interval is that of sampling the test images, not of other trials"
     )
     return (
         "With --preset full as printed, but for a cosine schedule, since the paper names none; with --preset short "
@@ -183,12 +183,12 @@ def _clusters() -> ClaimCheck:
         id="fig7-entropy",
         paper="chen2022",
         where="Figure 7",
-        statement="The router of a mixture of ResNet18 finds clusters in CIFAR-10-Rotate, though nobody tells it the "
-        "classes (dispatch entropy in nats; 2.303 if classes are dealt out alike).",
+        statement="The router of a mixture of ResNet18 finds clusters in CIFAR-10-Rotate without labels of "
+        "the classes (dispatch entropy in nats; 2.303 if it is independent of the class).",
         published="clear clusters",
         rule="Dispatch entropy (eq. 6.1) of the test images over the ten classes of CIFAR-10. "
         f"{_length('rotate', 'resnet18', 'dispatch')} Holds if the interval is at or below {limit:.3f}, 5 % less than "
-        "that of a dispatch that is blind to the class, fails if it is above. The paper shows t-SNE without a number; "
+        "that of a dispatch independent of the class, fails if it is above. The paper shows t-SNE without a number; "
         "here the dispatch decides, since embeddings of different experts lie apart whatever they are dealt.",
     )
     return ClaimCheck(claim, ("images/rotate/resnet18/mixture/",), evaluate, fidelities=("print",))

@@ -129,7 +129,7 @@ def _entropy_test(kind: str) -> ClaimCheck:
         else "Nonlinear experts find the clusters: the mixture's dispatch entropy is nearly zero in all settings.",
         min(values) if linear else max(values),
         f"Dispatch entropy (eq. 6.1) in nats, mean over trials, in the setting where it is "
-        f"{'smallest' if linear else 'largest'}; log 4 = 1.386 is a dispatch that says nothing. "
+        f"{'smallest' if linear else 'largest'}; log 4 = 1.386 if it is independent of the cluster. "
         + ("Holds if the interval is above half of that." if linear else "Holds if the interval is below 0.25.")
         + " As printed: test samples, without noise; as released: training samples in the last step, with noise.",
     )
@@ -256,7 +256,8 @@ def _dispatch_test(kind: str) -> ClaimCheck:
         "the majority).",
         34.5 if linear else 99.9,
         "Percentage of samples in setting 1 whose expert works mostly on their cluster, mean over trials; 25 to 35 if "
-        "experts know no clusters. " + ("Holds if the interval is below 60." if linear else "Holds if it is above 99."),
+        "the dispatch is independent of it. "
+        + ("Holds if the interval is below 60." if linear else "Holds if it is above 99."),
     )
     return ClaimCheck(described, (f"moe/{kind}/s1",), evaluate)
 
@@ -580,7 +581,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
             "%).",
             "within 500",
             "Steps until the accuracy on 2000 test samples is first seen at 95 % or more, mean over trials, in the "
-            "slowest setting; looks are 80 steps apart as printed and 10 as released, 160 and 20 with the quick "
+            "slowest setting; measured every 80 steps as printed and 10 as released, 160 and 20 with the quick "
             "preset. A trial that never gets there counts with all its steps. Holds if all get there and the interval "
             "is at or below 501, fails if none does or the interval is above.",
         ),

@@ -362,9 +362,10 @@ CHECKS: tuple[ClaimCheck, ...] = (
             "σ0 = 0.3, which for d = 50 is within 0.27 to 0.96; setting 3, the printed rates, 4000 steps, mean over "
             "trials. Holds if the interval is above 99. The theorem is about large d.",
         ),
-        ("init/", "init/0.3"),
+        ("init/0.3",),
         _allowed_start,
         ("print",),
+        chart_prefixes=("init/",),
     ),
     ClaimCheck(
         claim(

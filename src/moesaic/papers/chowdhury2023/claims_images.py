@@ -240,7 +240,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
     image_check(
         "fig11-worst-group",
         "Our own",
-        "Where hair colour nearly tells who smiles in training, WRN-pMoE is ahead of WRN on the worst of the four "
+        "Where smiling and hair colour are correlated in training, WRN-pMoE is ahead of WRN on the worst of the four "
         "groups smiling × hair (points).",
         None,
         "Accuracy of the worst group of test faces, WRN-pMoE's less WRN's, in points, with the most samples tried. "

@@ -381,7 +381,7 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "celeba-spurious": Figure(
         "Figure 11",
-        "faces: smiling or not, where in training hair nearly tells",
+        "faces: smiling or not, where it is correlated with hair colour in training",
         64,
         "5 000 to 25 000",
         {"released": (3000,)},

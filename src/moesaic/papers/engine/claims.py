@@ -67,10 +67,16 @@ class ClaimCheck(Generic[R]):
     """The verdict if the plan lacks the cells."""
     not_quick: bool = False
     """Whether the check needs more than the quick sizes because published numbers depend on them."""
+    chart_prefixes: tuple[str, ...] = ()
+    """Name prefixes of cells that run with the claim for a chart alone; the verdict does not wait for them."""
 
     def cells(self, plan: Plan[R]) -> dict[str, Cell[R]]:
         """Returns the cells of the plan that the check reads."""
         return {name: cell for name, cell in plan.items() if name.startswith(self.cell_prefixes)}
+
+    def chart_cells(self, plan: Plan[R]) -> dict[str, Cell[R]]:
+        """Returns the cells of the plan that run with the check for a chart."""
+        return {name: cell for name, cell in plan.items() if name.startswith(self.chart_prefixes)}
 
     def can_run(self, plan: Plan[R], preset: str = "short") -> bool:
         """Whether the preset's plan has cells for every prefix."""

@@ -349,8 +349,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
     ),
     _claimed(
         "pair-told-apart",
-        "Two inputs to which all channels are blind are told apart with probability 1 − C(m, n)^(−L) (share that is "
-        "not told apart, over C(m, n)^(−L)).",
+        "Two inputs that no channel distinguishes are distinguished with probability 1 − C(m, n)^(−L) (share that is "
+        "not, over C(m, n)^(−L)).",
         1.0,
         "Networks of two layers with 1 of 3 channels open and 5 features; 2000 pairs of inputs that differ by what no "
         "filter sees, each with n-subsets of its own, in 10 networks. Holds if the interval is within 0.8 to 1.25.",
@@ -359,8 +359,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
     ),
     _claimed(
         "pair-closed",
-        "Channels that open each for themselves can close a layer altogether, and tell fewer pairs apart than printed "
-        "(share that is not told apart, over C(m, n)^(−L)).",
+        "Channels that open each for themselves can close a layer altogether, and distinguish fewer pairs than "
+        "printed (share that is not distinguished, over C(m, n)^(−L)).",
         None,
         "As for pair-told-apart with coins of probability n/m. Holds if the interval is above 1 and the share is "
         "within 0.8 to 1.25 of coin_confusion, fails if it is below 1.",
