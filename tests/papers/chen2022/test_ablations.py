@@ -7,12 +7,20 @@ import numpy as np
 import pytest
 from papers.chen2022.example_results import Array, around, tables
 
+from moesaic import keyed_random
 from moesaic.papers.chen2022.claims_ablations import CHECKS
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED
-from moesaic.papers.chen2022.experiments_ablations import BALANCE_FORMS, FIGURE_1_FORMS, GROUP_FORMS, DatasetCell, plan
+from moesaic.papers.chen2022.experiments_ablations import (
+    BALANCE_FORMS,
+    FIGURE_1_FORMS,
+    GROUP_FORMS,
+    PRINTED_START,
+    DatasetCell,
+    plan,
+)
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.experiments_synthetic import plan as synthetic_plan
-from moesaic.papers.chen2022.mixture_networks import Mixture
+from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.runner import Runner
@@ -33,20 +41,31 @@ def test_each_form_differs_from_the_released_code_in_one_thing():
         "ablated/figure1/steps": {"schedule.steps": 2000, "schedule.stop": "never", "follow": 40},
         **{f"ablated/s{s}/gate": {"model.gate": "softmax"} for s in (1, 3, 4)},
         "ablated/s3/norm": {"schedule.norm": "frobenius"},
+        "ablated/start/s3": {"model.init_scale": PRINTED_START},
         **{f"ablated/balance/softmax/s{s}": {"schedule.balance_on": "softmax"} for s in (3, 4)},
         **{f"ablated/balance/coefficient/s{s}": {"schedule.balance": 1e-3} for s in (3, 4)},
     }
     for name, wanted in changed.items():
         own = "figure1/cubic"
         if "figure1" not in name:
-            own = f"balanced/identity/{name[-2:]}" if "balance" in name else f"moe/cubic/{name.split('/')[1]}"
+            own = (
+                f"balanced/identity/{name[-2:]}"
+                if "balance" in name
+                else "moe/cubic/" + name.replace("start/", "").split("/")[1]
+            )
         base, cell = released[own], cells[name]
         assert isinstance(base, MixtureCell)
         assert isinstance(cell, MixtureCell)
         before = leaves(base)
         assert {key: value for key, value in leaves(cell).items() if value != before[key]} == wanted
     assert set(cells) == {*changed, "datasets/balanced/s3", "datasets/balanced/s4"}
-    assert {name.split("/")[2] for name in changed} == {*FIGURE_1_FORMS, *BALANCE_FORMS, *GROUP_FORMS}
+    assert {name.split("/")[2] for name in changed} == {*FIGURE_1_FORMS, *BALANCE_FORMS, *GROUP_FORMS, "s3"}
+
+
+def test_the_printed_start_is_that_of_print_relative_to_the_data():
+    model = replace(Mixture.of("released"), init_scale=PRINTED_START, filters=2000)
+    weights = Mixtures.initial(model, keyed_random.keys(0, [0]), dim=50).weights
+    assert (model.data_scale * weights).std().item() == pytest.approx(0.01, rel=0.01)
 
 
 def test_ablations_are_of_the_released_code_and_not_quick():
@@ -168,6 +187,13 @@ def test_a_form_keeps_the_groups_if_neither_router_nor_loads_fail(gate, norm, ve
     found = evaluate("theorem4.2-why", {"ablated/s3/gate": grouped(*gate), "ablated/s3/norm": grouped(*norm)})
     assert found.verdict == verdict
     assert found.measured == pytest.approx(max(gate[0], norm[0]), abs=0.1)
+
+
+@pytest.mark.parametrize(("made", "verdict"), [((99.9, 0.9), "holds"), ((99.9, 0.2), "fails"), ((60.0, 0.9), "fails")])
+def test_the_start_keeps_the_groups_if_neither_router_nor_loads_fail(made, verdict):
+    found = evaluate("theorem4.2-weights", {"ablated/start/s3": grouped(*made)})
+    assert found.verdict == verdict
+    assert found.measured == pytest.approx(made[0], abs=0.1)
 
 
 PRINTED = {s: PUBLISHED["balanced/identity"][s - 1] for s in (3, 4)}

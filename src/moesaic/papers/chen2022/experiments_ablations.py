@@ -24,7 +24,7 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import Cell, CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["BALANCE_FORMS", "BALANCE_SETTINGS", "FIGURE_1_FORMS", "GROUP_FORMS", "DatasetCell", "plan"]
+__all__ = ["BALANCE_FORMS", "BALANCE_SETTINGS", "FIGURE_1_FORMS", "GROUP_FORMS", "PRINTED_START", "DatasetCell", "plan"]
 
 ENGINE = 1
 """Version of the experiment. Raised when results change, so that older cells in the result cache are not used."""
@@ -52,6 +52,12 @@ BALANCE_FORMS: Mapping[str, str] = MappingProxyType(
 """What is as printed in each form of the load-balancing loss."""
 BALANCE_SETTINGS: tuple[ClusterSetting, ...] = (3, 4)
 """Settings in which the paper's mixture loses by the load-balancing loss."""
+
+
+PRINTED_START = 0.01 / 10 * 150**0.5
+"""``init_scale`` of uniform weights with the standard deviation σ0 = 0.01 of print, on data ten times as large, d = 50.
+
+The code has 0.001, which is σ0 = 0.0008 in the units of print."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,8 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[CellArrays]:
         if setting == 3:
             schedule = replace(mixture.schedule, norm="frobenius")
             cells[f"ablated/s{setting}/norm"] = replace(mixture, schedule=schedule)
+            model = replace(mixture.model, init_scale=PRINTED_START)
+            cells[f"ablated/start/s{setting}"] = replace(mixture, model=model)
     for setting in BALANCE_SETTINGS:
         balanced = released[f"balanced/identity/s{setting}"]
         assert isinstance(balanced, MixtureCell)
