@@ -274,6 +274,7 @@ def test_gradients_of_the_heads_are_taken_as_they_are(place):
 NETWORKS = {
     "vgg": (lambda: VGG16(6, width=0.08), {"mode": "topk", "keep": 0.4, "block": 2}),
     "vgg, relu": (lambda: VGG16(6, width=0.08), {}),
+    "vgg, hard": (lambda: VGG16(6, width=0.08), {"mode": "hard"}),
     "basic blocks": (lambda: ResNet(18, 6, width=0.08), {"mode": "topk", "keep": 0.5, "block": 3}),
 }
 
