@@ -35,7 +35,7 @@ from moesaic.papers.wang2019.experiments_gates import (
     static_width,
     widened_target,
 )
-from moesaic.papers.wang2019.paper import charts
+from moesaic.papers.wang2019.paper import PAPER, charts
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.gate_recipe import GateRecipe
@@ -433,3 +433,12 @@ def test_without_results_there_are_no_charts():
     empty = replace(experiment(), results={})
     assert charts({"best": empty, "print": empty}) == []
     assert charts({}) == []
+
+
+def test_cells_whose_closed_gates_learn_have_other_keys_than_before_they_did(tmp_path: Path):
+    runner = Runner(ResultCache(tmp_path), None, device="cpu", seed=0, progress=NoProgress())
+    cells = PAPER.plan("full", "best")
+    marked = {name for name, cell in cells.items() if "closed gates" in cell.spec(runner)}
+    expected = {name for name in cells if name.startswith(("remedy/topk/", "equal-cost/shaped/")) or "hard/" in name}
+    assert marked == expected
+    assert len(marked) == 30

@@ -84,6 +84,13 @@ CAUSES: tuple[Cause, ...] = (
     Cause("remedy-embedding", "best", "undecided", "means", _TWO.format("ten", 9)),
     Cause("remedy-schedule", "best", "undecided", "means", _TWO.format("ten", 26)),
     Cause("remedy-noise", "best", "undecided", "means", _TWO.format("ten", 45)),
-    Cause("remedy-topk", "best", "undecided", "means", _TWO.format("ten", 17)),
+    Cause(
+        "remedy-topk",
+        "best",
+        "undecided",
+        "means",
+        f"{_TWO.format('ten', 17)} Closed blocks had no gradient in this run, as a ReLU came after the gates; it has "
+        "not run since they come after ReLU.",
+    ),
     Cause("remedies-help", "best", "undecided", "means", _TWO.format("ten", 16)),
 )

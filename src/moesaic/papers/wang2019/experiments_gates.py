@@ -170,7 +170,21 @@ class GateCell:
         del described["on_cpu"]
         here = runner.data_dir if missing_files(_TASK, runner.data_dir) is None else None
         digest = _loaded(here).digest if here is not None else "not here"
-        return {"experiment": "channel gates", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
+        learns = {"closed gates": "learn"} if self.closed_gates_learn else {}  # before, ReLU stopped their gradients
+        return {
+            "experiment": "channel gates",
+            "engine": ENGINE,
+            "data": digest,
+            "seed": runner.seed,
+            **described,
+            **learns,
+        }
+
+    @property
+    def closed_gates_learn(self) -> bool:
+        """Whether closed gates have an estimated gradient."""
+        estimated = self.recipe.gates is not None and self.recipe.gates.straight_through
+        return estimated or ("mode", "hard") in self.options
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
