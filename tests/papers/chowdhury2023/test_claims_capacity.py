@@ -35,7 +35,7 @@ def decision(found: CheckResult) -> str:
 
 def test_the_short_preset_decides_them_as_printed():
     for check in CHECKS:
-        assert check.fidelities == ("print",)
+        assert check.fidelities == (("print", "released") if check.claim.id == "fig6-split" else ("print",))
         assert check.can_run(PAPER.plan("short", "print"), "short")
         assert check.can_run(PAPER.plan("quick", "print"), "quick") == (check.claim.id == "table1-iterations")
 
@@ -104,3 +104,24 @@ def test_several_classes_are_learnt_where_the_worse_of_both_is_accurate(joint: f
     results = {"classes/separate/2000": result(99), "classes/joint/2000": result(joint)}
     found = evaluated("sectionM-accuracy", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(joint))
+
+
+@pytest.mark.parametrize(("slope", "verdict"), [(-1.0, "holds"), (1.0, "fails: accuracy rises"), (0.0, "undecided")])
+@pytest.mark.parametrize("fidelity", ["print", "released"])
+def test_experts_that_share_their_neurons_lose_if_accuracy_falls_with_their_number(slope, verdict, fidelity):
+    cells = {name: cell for name, cell in PAPER.plan("short", fidelity).items() if name.startswith("split/")}
+    assert {name: (cell.model.experts, cell.model.neurons, cell.samples) for name, cell in cells.items()} == {
+        "split/N=500/8": (8, 5, 500),
+        "split/N=500/20": (20, 2, 500),
+        "split/N=500/40": (40, 1, 500),
+    }
+    results = {
+        name: Result(90 + slope * np.log2(cell.model.experts) * (1 + 0.1 * JITTER), np.full(6, 10.0), np.zeros(6))
+        for name, cell in cells.items()
+    }
+    if not slope:
+        results["split/N=500/8"] = Result(90 + JITTER, np.full(6, 10.0), np.zeros(6))
+    (check,) = (check for check in CHECKS if check.claim.id == "fig6-split")
+    found = check.evaluate(ExperimentResults(cells, results, None, fidelity=fidelity))
+    assert found.verdict.startswith(verdict)
+    assert found.measured == pytest.approx(slope, abs=0.2)

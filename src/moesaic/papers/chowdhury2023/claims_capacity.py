@@ -6,6 +6,8 @@ upper bounds with unknown constants; what is measured is the direction, and that
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from moesaic.intervals import bootstrap, mean, percentage
@@ -14,15 +16,25 @@ from moesaic.papers.chowdhury2023.experiments_mnist import (
     CLASSES,
     CNN_WIDTHS,
     LEVEL,
+    NEURONS,
     PMOE_WIDTHS,
     SEPARATIONS,
+    SPLIT_SAMPLES,
+    SPLITS,
     ClaimCheck,
     ExperimentResults,
     separation,
 )
-from moesaic.papers.engine.decision_rules import AHEAD_RULE, CheckResult, above_zero, ahead_everywhere, at_least
+from moesaic.papers.engine.decision_rules import (
+    AHEAD_RULE,
+    CheckResult,
+    above_zero,
+    ahead_everywhere,
+    at_least,
+    below,
+)
 from moesaic.papers.engine.findings import Claim
-from moesaic.papers.engine.power_law import power_law_exponent
+from moesaic.papers.engine.power_law import least_squares_slopes, power_law_exponent
 
 __all__ = ["CHECKS"]
 
@@ -36,6 +48,13 @@ def _larger_cnn(experiment: ExperimentResults) -> CheckResult:
 def _fewer_neurons(experiment: ExperimentResults) -> CheckResult:
     narrow, cnn = (experiment.results[name].accuracy for name in (f"width/joint/{PMOE_WIDTHS[0]}", "width/cnn/40"))
     return above_zero(mean(narrow - cnn))
+
+
+def _split(experiment: ExperimentResults) -> CheckResult:
+    places, results = experiment.series(f"split/N={SPLIT_SAMPLES}")
+    slopes = least_squares_slopes(np.log2(places).tolist(), np.stack([each.accuracy for each in results]))
+    found = below(mean(slopes), 0.0)
+    return replace(found, verdict="fails: accuracy rises") if found.verdict == "fails" else found
 
 
 def _delta(kind: str) -> ClaimCheck:
@@ -87,6 +106,21 @@ def _claim(id: str, where: str, statement: str, published: float | str | None, r
 _MANY = f"The distribution of Section M with c = {CLASSES} classes (n = 16, d = 64, l* = 1), 2 000 training samples. "
 
 CHECKS: tuple[ClaimCheck, ...] = (
+    ClaimCheck(
+        Claim(
+            "fig6-split",
+            "chowdhury2023",
+            "Our own",
+            f"With {NEURONS} neurons in all, whatever the number of experts that share them, the accuracy of "
+            "joint-training pMoE falls with k (points for every doubling of k).",
+            None,
+            f"{', '.join(map(str, SPLITS))} experts of {NEURONS}/k neurons where Figure 6 has five in each, "
+            f"N = {SPLIT_SAMPLES}. Slope of test accuracy over log2 k, one a trial. Holds if the interval is below 0, "
+            "fails if it is above, else undecided.",
+        ),
+        ("split/",),
+        _split,
+    ),
     ClaimCheck(
         _claim(
             "finding2-fewer-neurons",

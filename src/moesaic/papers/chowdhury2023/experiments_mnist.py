@@ -319,6 +319,8 @@ COUPLED_WIDTH = 4000
 
 CNN_WIDTHS, PMOE_WIDTHS = (40, 80, 160), (16, 40)
 """Neurons of the networks that are compared by width, with 300 samples; the paper's have 40."""
+NEURONS, SPLITS, SPLIT_SAMPLES = 40, (8, 20, 40), 500
+"""The paper's number of neurons, the numbers of experts that share them, and the samples."""
 SEPARATIONS = (30, 60, 80, 90)
 """δ_r in hundredths, with δ_d = 0.3: δ = 1/(1 − max(δ_d², δ_r²)) from 1.1 to 5.3."""
 SEPARATION_SAMPLES = (10, 20, 40, 80, 160, 320, 640)
@@ -347,6 +349,10 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     for line, model in models.items():
         for n in sizes.fig4:
             cells[f"fig4/{line}/{n}"] = TwoLayerCell(model, schedule, n, trials)
+    if sizes.capacity:
+        for k in SPLITS:
+            split = TwoLayer.joint(fidelity, experts=k, neurons=NEURONS // k)
+            cells[f"split/N={SPLIT_SAMPLES}/{k}"] = TwoLayerCell(split, schedule, SPLIT_SAMPLES, trials)
     if fidelity == "print":
         cells |= _theory_plan()
         if sizes.capacity:
