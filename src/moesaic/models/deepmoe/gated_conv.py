@@ -168,6 +168,7 @@ class GatedConv(ChannelMoE):
 class GatedReLU(nn.ReLU):
     """The ReLU of a gated network: it passes on what its convolution has rectified already.
 
+    >>> import torch
     >>> GatedReLU(ActiveGates())(torch.tensor([-1.0, 2.0])).tolist()
     [0.0, 2.0]
     """
