@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from moesaic.cli import explain
 from moesaic.cli.explain import Explain
 from moesaic.cli.shared import CommandError
 from moesaic.data.datasets import Normalize
@@ -240,3 +241,9 @@ def test_data_of_other_classes_are_refused(run: Path, tmp_path: Path):
 @pytest.mark.parametrize("name", ["cifar-vehicles", "cifar10-noise"])
 def test_datasets_of_the_papers_are_known_by_name(run: Path, name: str):
     refused("it is made from files; name the folder that has them (--data-dir)", Explain(run, data=name))
+
+
+def test_what_the_routing_says_of_the_class_stands_beside_a_guess():
+    text = explain._probe(0.216, 0.104)
+    assert "with 22 % accuracy (10 % by always predicting the most frequent one)" in text
+    assert explain._probe(None, 0.104) == ""

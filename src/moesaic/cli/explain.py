@@ -395,7 +395,7 @@ def _summarise(explanation: Explanation, page: Path) -> None:
         if not layer.information.significant:
             lines.append(f"{name}: these images do not show that the routing depends on the {kind}")
             continue
-        probe = _probe(layer.probe_accuracy)
+        probe = _probe(layer.probe_accuracy, layer.majority_share)
         lines.append(f"{name}: the routing to its {layer.experts} experts depends on the {kind}{probe}")
     if explanation.channels is not None:
         lines += _gates(explanation.channels, "class" if explanation.by == "label" else "predicted class")
@@ -412,16 +412,18 @@ def _gates(channels: ChannelExplanation, kind: str) -> list[str]:
         span = "" if channels.costs.constant else f", from {cost.least:.1f} to {cost.most:.1f} %"
         lines.append(f"an image costs {cost.mean:.1f} % of the dense network's multiply-adds{span}")
     if channels.distances.significant:
-        lines.append(f"the open gates depend on the {kind}{_probe(channels.distances.probe_accuracy)}")
+        found = channels.distances
+        lines.append(f"the open gates depend on the {kind}{_probe(found.probe_accuracy, found.majority_share)}")
     else:
         lines.append(f"these images do not show that the gates depend on the {kind}")
     return lines
 
 
-def _probe(accuracy: float | None) -> str:
-    return (
-        "" if accuracy is None else f"; from these alone, naive Bayes predicts it with {100 * accuracy:.0f} % accuracy"
-    )
+def _probe(accuracy: float | None, majority_share: float) -> str:
+    if accuracy is None:
+        return ""
+    guess = f"{100 * majority_share:.0f} % by always predicting the most frequent one"
+    return f"; from these alone, naive Bayes predicts it with {100 * accuracy:.0f} % accuracy ({guess})"
 
 
 def _few(names: Sequence[str]) -> str:
