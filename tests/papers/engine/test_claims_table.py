@@ -8,6 +8,7 @@ from rich.console import Console
 
 from moesaic.papers.engine.claims_markdown import markdown_table
 from moesaic.papers.engine.claims_table import GrowingTable, show_findings_table, verdict_counts
+from moesaic.papers.engine.findings import VERDICTS
 from moesaic.papers.engine.verdict_text import format_measured, verdict_reason
 
 
@@ -118,9 +119,15 @@ def test_a_growing_table_has_a_row_for_each_finding_in_aligned_columns(width: in
     for each in FINDINGS:
         start = "not run" if each.decision == "not run here" else each.decision
         assert any(line.startswith(start) for line in lines)
-        assert verdict_reason(each) in " ".join(line[31:] for line in lines)
-    assert text.count("verdict  measured") == 1
+        assert verdict_reason(each) in " ".join(line[33:] for line in lines)
+    assert text.count("verdict    measured") == 1
     assert "Paper: 60" in text
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_no_word_of_a_verdict_is_broken(verdict: str):
+    (_, *rows) = grown(80, [finding(verdict=verdict)]).splitlines()
+    assert " ".join(row[:11].strip() for row in rows).strip() == verdict
 
 
 def test_a_row_is_printed_when_its_finding_is_added():

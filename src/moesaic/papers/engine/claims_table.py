@@ -31,8 +31,8 @@ __all__ = ["GrowingTable", "show_claim_rules", "show_findings_table", "verdict_c
 
 _COLOURS = {"holds": "green", "partly": "yellow", "undecided": "blue", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
-_VERDICT_WIDTH, _MEASURED_WIDTH = 7, 20
-"""Of the columns of a growing table; the claim has the rest."""
+_VERDICT_WIDTH, _MEASURED_WIDTH = len("undecided"), 20
+"""Of the columns of a growing table; the claim has the rest. Longer verdicts break between their words."""
 
 
 class GrowingTable:
@@ -45,9 +45,10 @@ class GrowingTable:
     ... )
     >>> table = GrowingTable(Console(width=80), [Source("p", "A paper (Doe et al. 2023)")])
     >>> table.add(finding)
-    verdict  measured [95 %]       claim
-    holds    52.0 [48.3, 57.9]     Doe et al. 2023, Figure 4, as printed: Routing
-                                   needs 60 % of the CNN's samples. Paper: 60
+    verdict    measured [95 %]       claim
+    holds      52.0 [48.3, 57.9]     Doe et al. 2023, Figure 4, as printed:
+                                     Routing needs 60 % of the CNN's samples.
+                                     Paper: 60
     """
 
     def __init__(self, console: Console, papers: Iterable[Source]) -> None:
