@@ -17,7 +17,7 @@ from layer import CPU_BATCH, NAMED
 from measure import RESULTS, machine, show, write
 from torch import nn
 
-import moesaic
+from moesaic.bench.layer_shape import LayerOptions, routed_layer
 from moesaic.ops import cpu_gemm
 
 
@@ -70,15 +70,7 @@ def measured(repetitions: int) -> dict[str, dict[str, float]]:
     shape = NAMED["celeba"]
     torch.manual_seed(0)
     conv = nn.Conv2d(shape.channels, shape.out_channels, shape.kernel_size, padding="same", bias=False)
-    layer = moesaic.PatchMoE(
-        shape.channels,
-        shape.out_channels,
-        experts=shape.experts,
-        patches_per_expert=shape.patches_per_expert,
-        patch_size=shape.patch_size,
-        kernel_size=shape.kernel_size,
-        bias=False,
-    )
+    layer = routed_layer(shape, LayerOptions(bias=False))
     x = torch.randn(CPU_BATCH, shape.channels, shape.size, shape.size).contiguous(memory_format=torch.channels_last)
     for module in (conv, layer):
         module.to("cpu", memory_format=torch.channels_last)

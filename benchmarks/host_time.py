@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import machine, show, write
+from measure import Run, forward_of, machine, show, step_of, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -36,8 +36,6 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.vgg import VGG16
 from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.ops import launch_graphs, plan_cache, triton_backend
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -135,27 +133,6 @@ def without_gpu() -> None:
 
 def channels_last(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
-
-
-def forward_of(model: nn.Module, x: Tensor) -> Run:
-    def run() -> None:
-        with torch.no_grad():
-            model(x)
-
-    return run
-
-
-def step_of(model: nn.Module, x: Tensor) -> Run:
-    """Forward and backward, with all gradients."""
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    grad = torch.ones_like(model(x))
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-        model(x).backward(grad)
-
-    return run
 
 
 def training_step(model: nn.Module, x: Tensor, classes: int) -> Run:

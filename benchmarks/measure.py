@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: interleaved timing, description of the machine, table and JSON output."""
+"""Shared by all benchmarks: passes to time, interleaved timing, description of the machine, table and JSON output."""
 
 import json
 import platform
@@ -7,22 +7,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from moesaic.bench.timing import Timing, capture_cuda_graph, quartiles, synchronize, time_interleaved
+from moesaic.bench.timing import Run, Timing, capture_cuda_graph, quartiles, synchronize, time_interleaved
 
 __all__ = [
     "RESULTS",
+    "Run",
     "Timing",
     "capture_cuda_graph",
+    "forward_of",
     "machine",
     "quartiles",
     "show",
+    "step_of",
     "synchronize",
     "time_interleaved",
     "write",
 ]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def forward_of(model: nn.Module, x: Tensor) -> Run:
+    """A forward pass without gradients."""
+
+    def run() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return run
+
+
+def step_of(model: nn.Module, x: Tensor) -> Run:
+    """Forward and backward, with all gradients."""
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    grad = torch.ones_like(model(x))
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        model(x).backward(grad)
+
+    return run
 
 
 def machine() -> dict[str, Any]:

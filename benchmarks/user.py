@@ -34,7 +34,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import capture_cuda_graph, machine, show, synchronize, time_interleaved, write
+from measure import (
+    Run,
+    capture_cuda_graph,
+    forward_of,
+    machine,
+    show,
+    step_of,
+    synchronize,
+    time_interleaved,
+    write,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -47,8 +57,6 @@ from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.routing import SampleRouter
 from moesaic.training import Recipe, fit
-
-Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -99,27 +107,6 @@ def ratio(what: str, ours: Run, peer: Run, options: Options, bar: float | None, 
     found = time_interleaved({"ours": ours, "peer": peer}, options.repetitions, warm_up=1 if options.small else 10)
     mine, theirs = found["ours"].median, found["peer"].median
     return Row(what, theirs / mine, "× as fast", bar, goal, mine, theirs)
-
-
-def forward_of(model: nn.Module, x: Tensor) -> Run:
-    def run() -> None:
-        with torch.no_grad():
-            model(x)
-
-    return run
-
-
-def step_of(model: nn.Module, x: Tensor) -> Run:
-    """Forward and backward, with all gradients."""
-    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
-    grad = torch.ones_like(model(x))
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-        model(x).backward(grad)
-
-    return run
 
 
 def training_step(model: Any, x: Tensor, classes: int, options: Options) -> Run:

@@ -18,6 +18,7 @@ from moesaic.checks import check_positive
 __all__ = [
     "Memory",
     "Roofline",
+    "Run",
     "Timing",
     "capture_cuda_graph",
     "measure_roofline",

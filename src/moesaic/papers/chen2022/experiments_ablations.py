@@ -15,8 +15,8 @@ import torch
 from moesaic import keyed_random
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022 import experiments_synthetic
-from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches, ClusterSetting
-from moesaic.papers.chen2022.experiments_ensembles import SharedSamples
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterSetting
+from moesaic.papers.chen2022.experiments_ensembles import shared_samples
 from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
 from moesaic.papers.chen2022.mixture_networks import Mixture
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
@@ -88,12 +88,7 @@ class DatasetCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         networks = range(self.datasets * self.starts)
-        keys = keyed_random.keys(runner.seed, networks)
-        source = SharedSamples(
-            **asdict(ClusterPatches.setting(self.setting)),
-            member_keys=tuple(int(key) for key in keys),
-            members=self.starts,
-        )
+        source = shared_samples(self.setting, networks, self.starts, runner.seed)
         trained = train_mixtures(
             self.model,
             source,

@@ -22,7 +22,7 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["MEMBERS", "SIZES", "EnsembleCell", "EnsembleSizes", "SharedSamples", "plan"]
+__all__ = ["MEMBERS", "SIZES", "EnsembleCell", "EnsembleSizes", "SharedSamples", "plan", "shared_samples"]
 
 ENGINE = 1
 """Version of the experiment. Raised when results change, so that older cells in the result cache are not used."""
@@ -43,6 +43,12 @@ class SharedSamples(ClusterPatches):
         place = {key: number for number, key in enumerate(self.member_keys)}
         first = [self.member_keys[place[int(key)] // self.members * self.members] for key in keys]
         return super().draw(torch.tensor(first, dtype=keys.dtype, device=keys.device), samples, split)
+
+
+def shared_samples(setting: ClusterSetting, networks: range, members: int, seed: int) -> SharedSamples:
+    """The samples of a setting for networks of which each ``members`` in a row share theirs."""
+    keys = tuple(int(key) for key in keyed_random.keys(seed, networks))
+    return SharedSamples(**asdict(ClusterPatches.setting(setting)), member_keys=keys, members=members)
 
 
 @dataclass(frozen=True)
@@ -74,9 +80,7 @@ class EnsembleCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         networks = range(self.trials * self.members)
-        keys = keyed_random.keys(runner.seed, networks)
-        plain = ClusterPatches.setting(self.setting)
-        source = SharedSamples(**asdict(plain), member_keys=tuple(int(key) for key in keys), members=self.members)
+        source = shared_samples(self.setting, networks, self.members, runner.seed)
         trained = train_mixtures(
             self.model,
             source,
