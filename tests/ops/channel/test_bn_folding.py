@@ -53,5 +53,5 @@ def test_16_bit_weights_are_folded_in_float32():
     scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
     shift = norm.bias.double() + (conv.bias.double() - norm.running_mean.double()) * scale
     assert folded.weight.dtype == folded.bias.dtype == torch.float32
-    torch.testing.assert_close(folded.weight.double(), conv.weight.double() * scale[:, None, None, None])
-    torch.testing.assert_close(folded.bias.double(), shift)
+    torch.testing.assert_close(folded.weight, (conv.weight.double() * scale[:, None, None, None]).float())
+    torch.testing.assert_close(folded.bias, shift.float())
