@@ -46,9 +46,9 @@ from moesaic.models.deepmoe.frozen import FrozenDeepMoE
 from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
-from moesaic.ops.channel.block_conv import BlockConv, BlockMap
 from moesaic.ops.channel.bn_folding import fold_norm
 from moesaic.ops.channel.costs import CPU_COSTS
+from moesaic.ops.channel.cpu_block_conv import BlockConv, BlockMap
 from moesaic.ops.channel.gathered_conv import OpenChannels, gathered_conv
 
 CLASSES, SIZE, IMAGES = 10, 32, 24

@@ -30,7 +30,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from moesaic.data.datasets import Augment, ImageDataset
+from moesaic.data.image_dataset import Augment, ImageDataset
 from moesaic.data.load import load_images
 from moesaic.training.batches import train_batches
 

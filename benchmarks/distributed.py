@@ -27,7 +27,7 @@ from measure import machine, show, write
 from torch import Tensor, nn
 
 from moesaic import convert, create_model
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import SampleMoE
 from moesaic.routing import SampleRouter
 from moesaic.training import Callback, GateRecipe, Recipe, fit

@@ -32,7 +32,7 @@ from measure import Timing, machine, quartiles, show, write
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16

@@ -34,9 +34,9 @@ from kill_campaign import COMMANDS, kill_campaign
 from measure import machine, show, write
 from PIL import Image
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import FolderSource
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.fit import fit

@@ -30,7 +30,7 @@ from measure import RESULTS, machine, show
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.layers.heads import create_head
 from moesaic.models.pretrained import read_config
 from moesaic.models.registry import create_model

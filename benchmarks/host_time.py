@@ -35,7 +35,7 @@ from moesaic.experts import MLPExperts
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.vgg import VGG16
 from moesaic.models.wide_resnet.pooled_head import pooled_head
-from moesaic.ops import launch_graphs, plan_cache, triton_backend
+from moesaic.ops import operator_graphs, plan_cache, triton_backend
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Counts:
     replays = 0
 
 
-class NoGraphs(launch_graphs.GraphDriver):
+class NoGraphs(operator_graphs.GraphDriver):
     """Graphs whose launch calls an empty function."""
 
     def __init__(self) -> None:
         library: Any = ctypes.CDLL(None)
         self._launch, self._default = library.labs, ctypes.c_void_p(0)
 
-    def capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> launch_graphs.Graph | None:
-        return launch_graphs.Graph(ctypes.c_void_p(0), lambda executable: None)
+    def capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> operator_graphs.Graph | None:
+        return operator_graphs.Graph(ctypes.c_void_p(0), lambda executable: None)
 
-    def launch(self, graph: launch_graphs.Graph) -> bool:
+    def launch(self, graph: operator_graphs.Graph) -> bool:
         Counts.replays += 1
         return super().launch(graph)
 
@@ -113,13 +113,13 @@ def without_gpu() -> None:
         self.is_on = pays
 
     refusal = triton_backend.kernel_refusal
-    replay, made = plan_cache.LaunchPlans.call, launch_graphs.CapturedOperator.__init__
+    replay, made = plan_cache.LaunchPlans.call, operator_graphs.CapturedOperator.__init__
     driver = NoGraphs()
     patches: list[tuple[Any, str, Any]] = [
         (CachedKernel, "_first_launch", first_launch),
         (plan_cache.LaunchPlans, "call", call),
-        (launch_graphs.CapturedOperator, "__init__", captured),
-        (launch_graphs, "driver", lambda device: driver),
+        (operator_graphs.CapturedOperator, "__init__", captured),
+        (operator_graphs, "driver", lambda device: driver),
         (triton_backend, "kernel_refusal", lambda x: refusal(x) and None),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
         # torch's allocator on a GPU gives the same addresses in every step, that of a CPU does not

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
-from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
 from moesaic.training import NoProgress
 
 SOURCE, MODEL, RATES = ClusterPatches.setting(1), Mixture.of("released"), MixtureSchedule.of("released")

@@ -18,7 +18,7 @@ import torch
 from measure import machine, show, write
 
 import moesaic
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.training import Recipe, fit
 
 WAYS = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.papers.chen2022.mixture_networks import Mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixtures
 
 
 class Expert(nn.Module):

@@ -50,7 +50,7 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import moesaic
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.experts import MLPExperts
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.resnet import ResNet

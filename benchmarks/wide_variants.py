@@ -34,7 +34,7 @@ from measure import machine, show, write
 from torch import nn
 
 from moesaic.data import load_images
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.intervals import mean
 from moesaic.models import WideResNetPMoE, create_model
 from moesaic.training import Recipe, fit

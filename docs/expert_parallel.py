@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.bench.expert_parallel_cost import H100_CLUSTER, ExpertLayer, break_even_images, expert_parallel_step
-from moesaic.report.style import COLOURS, INK, RC_PARAMS
+from moesaic.report.chart_style import COLOURS, INK, RC_PARAMS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "expert-parallel.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.intervals import mean, percentage
-from moesaic.report.style import COLOURS, INK, RC_PARAMS
+from moesaic.report.chart_style import COLOURS, INK, RC_PARAMS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "heads.json"

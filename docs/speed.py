@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.report.style import COLOURS, INK, RC_PARAMS
+from moesaic.report.chart_style import COLOURS, INK, RC_PARAMS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"

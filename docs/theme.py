@@ -11,7 +11,7 @@ from typing import Any
 
 from moesaic.report import to_svg
 from moesaic.report.chart import Chart
-from moesaic.report.style import COLOURS, ON_DARK, RC_PARAMS
+from moesaic.report.chart_style import COLOURS, ON_DARK, RC_PARAMS
 
 GRID = "#E4E4E4"
 _LIGHT = {**{name: COLOURS[name] for name in ON_DARK}, "grid": GRID, "page": "#FFFFFF"}

@@ -21,14 +21,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from moesaic.papers.engine.claims import Paper
-from moesaic.papers.engine.claims_markdown import causes_legend, causes_table, markdown_table
 from moesaic.papers.engine.findings import RECORDED_PRESET, VERDICTS, Finding, read_findings, write_findings
-from moesaic.papers.engine.trial_files import Trials, merge_trials, read_trials, write_trials
+from moesaic.papers.engine.markdown_tables import causes_legend, causes_table, markdown_table
+from moesaic.papers.engine.paper import Paper
+from moesaic.papers.engine.raw_trials import Trials, merge_trials, read_trials, write_trials
 from moesaic.papers.recompute import merge_findings, pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
 from moesaic.papers.reproduce import PRESETS
-from moesaic.papers.wang2019.figures_equal_cost import arms_table
+from moesaic.papers.wang2019.figures_dynamic_gates import arms_table
 from moesaic.report.chart import Chart, read_charts, write_charts
 
 DOCS = Path(__file__).parent

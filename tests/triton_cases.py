@@ -53,12 +53,12 @@ TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, t
 PATCH_KERNELS = tuple(
     f"moesaic.ops.triton.{name}"
     for name in (
-        "expert_choice", "gather", "scatter", "background", "norm", "fused_backward", "launch", "patch_backward",
-        "autograd_ops",
+        "expert_choice", "gather", "scatter", "expert_background", "norm", "norm_router_backward", "launch",
+        "patch_backward", "patch_ops",
     )
 )  # fmt: skip
 """Modules that a routed convolution runs through."""
-MLP_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("activation", "mlp", "pointwise"))
+MLP_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("activation", "mlp", "pointwise_experts"))
 """Modules of expert MLPs and of 1×1 experts."""
 
 

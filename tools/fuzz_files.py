@@ -144,7 +144,7 @@ def written(path: Path, content: bytes) -> Path:
 def checkpoint_targets(folder: Path) -> Mapping[str, Target]:
     from safetensors.torch import save
 
-    from moesaic.data.datasets import Normalize
+    from moesaic.data.image_dataset import Normalize
     from moesaic.models.pretrained import load_pretrained, read_config
     from moesaic.models.registry import ModelSpec
     from moesaic.training.checkpoint import Metadata, load_checkpoint, read_tensors, save_network
@@ -194,15 +194,17 @@ def parsed_object(content: bytes) -> dict[str, Any]:
 def run_targets(folder: Path) -> Mapping[str, Target]:
     import torch
 
-    from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+    from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
     from moesaic.files import json_digest, write_json
     from moesaic.insight.routing_average import LayerRouting
     from moesaic.leases import Holder, Leases
     from moesaic.ops import tile_sizes
     from moesaic.report.chart import Chart, Panel, Series, read_charts, write_charts
     from moesaic.report.training_page import training_page
+    from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan
     from moesaic.training.cell_status import folder_status
     from moesaic.training.cell_transfer import merge_cells, pack_cells
+    from moesaic.training.comparison_budget import BudgetPlan, SharedTimeBudget
     from moesaic.training.comparison_result import read_comparison
     from moesaic.training.fit_result import Epoch, FitResult
     from moesaic.training.recipe import Recipe
@@ -210,8 +212,6 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
     from moesaic.training.run_dir import RunDir
     from moesaic.training.run_reader import read_run
     from moesaic.training.saved_predictions import PREDICTIONS, PredictionsCallback
-    from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
-    from moesaic.training.time_budget import BudgetPlan, SharedTimeBudget
     from moesaic.validated_json import parse_json
 
     config = {"model": {"class": "x"}, "data": {"name": "pets"}, "recipe": Recipe(epochs=2).to_json(), "seed": 0}

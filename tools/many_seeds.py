@@ -69,7 +69,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=20, help="seeds for each test (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first of them (default: %(default)s)")
-    parser.add_argument("--slow", type=float, default=0.25, help="seconds of a test that runs once (default: %(default)s)")
+    parser.add_argument(
+        "--slow", type=float, default=0.25, help="seconds of a test that runs once (default: %(default)s)"
+    )
     given, more = parser.parse_known_args()  # the rest is for pytest: paths, -k, -x
     own = {"MOESAIC_SEEDS": f"{given.seeds} {given.slow}", "MOESAIC_TEST_SEED": str(given.first)}
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])

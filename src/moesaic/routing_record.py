@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 
 __all__ = ["UNASSIGNED", "Chooser", "Routing", "Unit"]
 

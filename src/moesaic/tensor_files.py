@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from moesaic.checks import first_line, first_names, printable
+from moesaic.argument_checks import first_line, first_names, printable
 from moesaic.files import json_digest, write_atomic, write_error_advice
 from moesaic.validated_json import InvalidFile, parse_json
 

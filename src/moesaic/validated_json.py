@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Protocol, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from moesaic.checks import first_line, printable
+from moesaic.argument_checks import first_line, printable
 
 __all__ = [
     "MAX_FILE_BYTES",

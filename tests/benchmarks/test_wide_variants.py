@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmark_scripts import loaded_script
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 
 
 @pytest.fixture(scope="module")

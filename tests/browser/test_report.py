@@ -13,7 +13,7 @@ from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHAR
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.report import write_report
 from moesaic.report.chart import Blocks, Chart, Panel
-from moesaic.report.style import COLOURS, ON_DARK
+from moesaic.report.chart_style import COLOURS, ON_DARK
 
 LONG = "a.path.of.a.function.that.is.far.too.long.for.a.line.of.a.telephone.and.cannot.be.broken"
 ALL_CHARTS = CHARTS + SECOND_CHARTS

@@ -7,8 +7,8 @@ import pytest
 
 from moesaic.cli import main
 from moesaic.leases import Leases
+from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan
 from moesaic.training.result_cache import ResultCache, cell_digest
-from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from PIL import Image
 from moesaic.cli import explain
 from moesaic.cli.explain import Explain
 from moesaic.cli.shared import CommandError
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.data.load import load_images
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Metadata, save_network

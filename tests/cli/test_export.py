@@ -14,7 +14,7 @@ import torch
 import moesaic.cli.export as cli
 from moesaic.cli.export import Export
 from moesaic.cli.shared import CommandError
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, save_network
 from moesaic.training.export import Exported

@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from moesaic.cli import main
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.pretrained import file_sha256
 from moesaic.models.registry import create_model
 from moesaic.training.checkpoint import load_checkpoint

@@ -19,10 +19,10 @@ from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECO
 import moesaic
 from moesaic.cli import main
 from moesaic.papers import reproduce as real_papers
+from moesaic.papers.engine.finding_formatting import format_measured
 from moesaic.papers.engine.findings import read_findings
 from moesaic.papers.engine.variant_findings import VariantCell, VariantFinding
 from moesaic.papers.engine.variants import RefusedVariant
-from moesaic.papers.engine.verdict_text import format_measured
 from moesaic.report.chart import read_charts
 
 

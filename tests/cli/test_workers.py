@@ -22,7 +22,7 @@ from moesaic.cli.compare import Compare
 from moesaic.cli.shared import CommandError, use_threads
 from moesaic.cli.workers import cpu_threads, job_count
 from moesaic.files import as_json
-from moesaic.report.progress import Bars, Lines
+from moesaic.report.progress_bars import Bars, Lines
 from moesaic.training.comparison_result import read_comparison
 
 

@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, stack_module_state, vmap
 
 import moesaic
 from moesaic.experts import MLPExperts
-from moesaic.ops.eager import has_vmap_axis, in_transform, in_vmap
+from moesaic.ops.eager_conditions import has_vmap_axis, in_transform, in_vmap
 from moesaic.ops.triton_backend import kernel_refusal
 from moesaic.routing import SampleRouter
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from moesaic.data.augment import StrongAugment, train_transform
-from moesaic.data.datasets import Normalize, RandomFlipCrop
+from moesaic.data.image_dataset import Normalize, RandomFlipCrop
 
 UNIT = Normalize((0.0,) * 3, (1.0,) * 3)
 OPERATIONS = ("rotate", "shear_x", "shear_y", "brightness", "contrast", "colour", "solarize")

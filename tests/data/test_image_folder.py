@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from moesaic.data.datasets import ImageSplits
 from moesaic.data.decoded_cache import DecodedCache
+from moesaic.data.image_dataset import ImageSplits
 from moesaic.data.image_folder import load_folder
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from moesaic.data.datasets import Normalize
 from moesaic.data.decode import InvalidImage
+from moesaic.data.image_dataset import Normalize
 from moesaic.data.input_transform import InputTransform
 from moesaic.data.load import load_images
 

@@ -10,8 +10,8 @@ from PIL import Image
 
 from moesaic.data import load as load_module
 from moesaic.data.builtin_datasets import BuiltinDataset
-from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.data.load import build_dataset, load_images
 
 

@@ -17,7 +17,7 @@ from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECO
 from moesaic.cache_dir import CACHE_ENV_VAR
 from moesaic.cli import main as moesaic
 from moesaic.papers.engine.findings import read_findings, write_findings
-from moesaic.papers.engine.trial_files import Trials
+from moesaic.papers.engine.raw_trials import Trials
 from moesaic.report.chart import read_charts, write_charts
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.pretrained import PretrainedConfig, file_sha256, load_pretrained, read_config
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.checkpoint import Metadata, save_network

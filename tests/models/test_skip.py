@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic import insight
 from moesaic.cli.train import _run_name
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.models import ModelSpec, ViT, applied_skips, count_macs
 from moesaic.models.spec_validation import check_spec

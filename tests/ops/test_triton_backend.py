@@ -224,7 +224,7 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
 @pytest.mark.parametrize("on", ONE_TYPE)
 def test_the_first_group_of_experts_is_freed_before_the_second(monkeypatch, on):
     chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
-    experts = importlib.import_module("moesaic.ops.triton.autograd_ops")
+    experts = importlib.import_module("moesaic.ops.triton.patch_ops")
     monkeypatch.setattr(chosen, "GROUPED", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []

@@ -18,15 +18,15 @@ from triton_cases import INTERPRETED, ONE_TYPE, TYPES, Named, assert_captured, a
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.gpu_conv_operands import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.triton import channel_conv as kernels
-from moesaic.ops.triton.channel_blocks import list_open_blocks
 from moesaic.ops.triton.channel_conv import channel_conv
+from moesaic.ops.triton.open_channel_blocks import list_open_blocks
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.frozen_channel_gates import FrozenHeads
 
-KERNELS = ("moesaic.ops.triton.channel_conv", "moesaic.ops.triton.channel_blocks")
+KERNELS = ("moesaic.ops.triton.channel_conv", "moesaic.ops.triton.open_channel_blocks")
 
 
 @pytest.fixture(autouse=True)

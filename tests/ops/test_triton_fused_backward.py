@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import TYPES, Named, assert_near, numbers, poison
 
-from moesaic.ops.triton.fused_backward import fits, fused_gradients
 from moesaic.ops.triton.launch import PatchDims
+from moesaic.ops.triton.norm_router_backward import fits, fused_gradients
 from moesaic.ops.triton.operands import NormTensors, PatchOptions, RoutedMap
 from moesaic.ops.triton_backend import GATE_KINDS
 
@@ -20,7 +20,7 @@ EPS = 1e-3
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    poison(monkeypatch, *(f"moesaic.ops.triton.{name}" for name in ("fused_backward", "norm", "launch")))
+    poison(monkeypatch, *(f"moesaic.ops.triton.{name}" for name in ("norm_router_backward", "norm", "launch")))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import get_args
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS, PRESETS
 from moesaic.training import NoProgress, ResultCache

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.papers.engine.claims_markdown import causes_table
 from moesaic.papers.engine.findings import CAUSES, Cause, Finding, find_cause, needs_cause, read_findings
+from moesaic.papers.engine.markdown_tables import causes_table
 from moesaic.papers.engine.report import write_report
 from moesaic.papers.reproduce import PAPERS
 

@@ -10,8 +10,8 @@ import pytest
 from moesaic.cli import main
 from moesaic.files import json_digest
 from moesaic.papers.engine.findings import Finding, read_findings
+from moesaic.papers.engine.raw_trials import StoredCell, Trials, merge_trials, read_trials, write_trials
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.engine.trial_files import StoredCell, Trials, merge_trials, read_trials, write_trials
 from moesaic.papers.recompute import (
     Recomputed,
     merge_findings,

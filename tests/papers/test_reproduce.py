@@ -12,15 +12,15 @@ from typing import get_args
 
 import pytest
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers import reproduce as reproduce_module
 from moesaic.papers.chen2022.experiments_images import CIFAR10_DIGEST, ImageCell
 from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
-from moesaic.papers.chen2022.mixture_networks import Mixture
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
-from moesaic.papers.chowdhury2023 import experiments_mnist as chowdhury2023_cells
-from moesaic.papers.chowdhury2023.experiments_mnist import SIZES, Sizes, TwoLayerCell
-from moesaic.papers.chowdhury2023.experiments_mnist import plan as whole_plan
+from moesaic.papers.chen2022.two_layer_networks import Mixture
+from moesaic.papers.chowdhury2023 import experiments_two_layer as chowdhury2023_cells
+from moesaic.papers.chowdhury2023.experiments_two_layer import SIZES, Sizes, TwoLayerCell
+from moesaic.papers.chowdhury2023.experiments_two_layer import plan as whole_plan
 from moesaic.papers.engine.findings import VERDICTS, Finding
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.engine.time_budget import TimeBudget

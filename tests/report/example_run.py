@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.files import json_digest
 from moesaic.insight.routing_average import LayerRouting
 from moesaic.training.fit_result import Epoch, FitResult

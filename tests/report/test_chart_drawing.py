@@ -18,7 +18,7 @@ from papers.engine.example_findings import CHARTS, SECOND_CHARTS
 from moesaic.report import draw, to_svg, write_figures
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 from moesaic.report.chart_drawing import panel_width
-from moesaic.report.style import COLOURS, DARK_CARD, MANY_POINTS, MAX_ROLES, ON_DARK, line_styles, role_colours
+from moesaic.report.chart_style import COLOURS, DARK_CARD, MANY_POINTS, MAX_ROLES, ON_DARK, line_styles, role_colours
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS

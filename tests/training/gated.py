@@ -8,7 +8,7 @@ from torch import nn
 from training.squares import TASK as SQUARES
 from training.squares import seeded
 
-from moesaic.data.datasets import LabelledImages
+from moesaic.data.image_dataset import LabelledImages
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe

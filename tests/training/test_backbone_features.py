@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from training.squares import SCALE, TASK
 
-from moesaic.data.datasets import RandomFlipCrop
+from moesaic.data.image_dataset import RandomFlipCrop
 from moesaic.layers import create_head
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.training.backbone_features import add_features, backbone_digest

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from moesaic.leases import Holder
+from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan, read_plans
 from moesaic.training.cell_status import folder_status
 from moesaic.training.result_cache import ResultCache, cell_digest
-from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan, read_plans
 from moesaic.validated_json import InvalidFile
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan, read_plans
 from moesaic.training.cell_transfer import ConflictingCells, Merged, first_difference, merge_cells, pack_cells
 from moesaic.training.result_cache import ResultCache
-from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan, read_plans
 from moesaic.validated_json import InvalidFile
 
 

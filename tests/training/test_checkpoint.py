@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moesaic import files
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import (
     Metadata,

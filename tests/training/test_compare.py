@@ -11,7 +11,7 @@ import pytest
 import torch
 from training.example_comparison import comparison
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, SkippedFile
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize, SkippedFile
 from moesaic.training import comparison_runs
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.compare import Grid, compare

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from training.trained import save_run
 
 import moesaic
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint

@@ -24,7 +24,7 @@ from training.squares import (
     some_images,
 )
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, RandomFlipCrop
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, RandomFlipCrop
 from moesaic.models.registry import ModelSpec
 from moesaic.routing import TokenChoice
 from moesaic.training import trainer

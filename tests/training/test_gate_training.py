@@ -14,7 +14,7 @@ from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
 from moesaic.models.vgg import VGG16
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
-from moesaic.training.batch_shaping import batch_shaping_loss
+from moesaic.training.batch_shaping_loss import batch_shaping_loss
 from moesaic.training.gate_costs import cost_loss, gate_costs, shift_gates
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.gate_training import ClosedLayer, GateTraining, resolve_gate_recipe

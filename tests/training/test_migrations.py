@@ -14,7 +14,7 @@ from training.gated import TASK as GATED_TASK
 from training.gated import gated
 from training.squares import LONG, TASK, Notes, mixture, routed, run_files, same
 
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.training import trainer
 from moesaic.training.checkpoint import read_tensors, write_tensors
 from moesaic.training.comparison_result import read_comparison

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.model_for_dataset import head_note, spec_for_dataset
 

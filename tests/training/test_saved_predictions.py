@@ -8,7 +8,7 @@ import pytest
 import torch
 from training.squares import LONG, TASK, Notes, dense, routed
 
-from moesaic.data.datasets import ImageDataset, LabelledImages
+from moesaic.data.image_dataset import ImageDataset, LabelledImages
 from moesaic.tensor_files import open_tensors, write_tensors
 from moesaic.training import saved_predictions
 from moesaic.training.fit import fit

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.fit import fit

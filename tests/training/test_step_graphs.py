@@ -29,7 +29,7 @@ from training.squares import (
 )
 
 from moesaic import create_model
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.layers import PatchMoE
 from moesaic.routing import SoftRouter
 from moesaic.training import Callback, fit, gate_training, trainer

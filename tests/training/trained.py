@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from moesaic.data.datasets import Normalize
+from moesaic.data.image_dataset import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.routing import ChannelGate
 from moesaic.training.checkpoint import Metadata, save_network

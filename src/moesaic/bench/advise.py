@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from moesaic.bench.equal_layers import describe_layer, equal_layers, trace_shapes
+from moesaic.bench.identical_layers import describe_layer, equal_layers, trace_shapes
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.model_benchmark import check_patch_routing, outermost_routed_layers
 from moesaic.bench.network_timer import (
@@ -42,7 +42,7 @@ from moesaic.bench.network_timer import (
 from moesaic.layers import TokenSkip
 from moesaic.models.convert import convert
 from moesaic.models.convert_candidates import convertible_layers, find_layers
-from moesaic.models.layer_inputs import LayerInputs, trace_inputs
+from moesaic.models.input_shapes import LayerInputs, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.skip import skip

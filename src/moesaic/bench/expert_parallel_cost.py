@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 
 __all__ = [
     "H100_CLUSTER",

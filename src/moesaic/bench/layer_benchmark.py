@@ -17,9 +17,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from moesaic.argument_checks import first_line
 from moesaic.bench.layer_shape import LayerOptions, LayerShape, dense_peers, random_inputs, routed_layer
 from moesaic.bench.timing import Memory, Timing, capture_cuda_graph, peak_memory, time_interleaved
-from moesaic.checks import first_line
 from moesaic.ops import backend, backends
 from moesaic.ops.dispatch import BackendChoice, explain_backend
 from moesaic.ops.tile_sizes import Tile, tune

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.layers import PatchMoE
 from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing.expert_choice import ExpertGate

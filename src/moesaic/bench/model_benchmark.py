@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.bench.equal_layers import describe_layer, equal_layers, trace_shapes
+from moesaic.bench.identical_layers import describe_layer, equal_layers, trace_shapes
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.network_timer import LayerGain, LayerPair, Mode, NetworkGain, NetworkTimer, Shape, amdahl
 from moesaic.bench.timing import Timing

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from moesaic.argument_checks import first_line
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
-from moesaic.checks import first_line
 from moesaic.models.inspection import eval_mode, first_tensor, input_hooks
 from moesaic.models.model_cost import ModelCost
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 
 __all__ = [
     "Memory",

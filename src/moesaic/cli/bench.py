@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.cli.shared import log, resolve_device, user_errors
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.network_argument import NetworkOptions
 from moesaic.cli.shared import log, resolve_device, user_errors
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.shared import check_writable, log, user_errors
 
 if TYPE_CHECKING:

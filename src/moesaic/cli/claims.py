@@ -37,7 +37,7 @@ class Claims:
         from rich.console import Console
 
         from moesaic.papers.engine.claim_selection import select_claims, select_papers
-        from moesaic.papers.engine.claims_table import show_claim_rules
+        from moesaic.papers.engine.terminal_tables import show_claim_rules
         from moesaic.papers.reproduce import PAPERS, claim_parameters
 
         with user_errors("claims"):
@@ -56,8 +56,8 @@ class Claims:
 
     def _recompute(self, console: Console, papers: Sequence[str], selected: Collection[str]) -> int:
         """Prints the verdicts from stored trials, and the claims that have none."""
-        from moesaic.papers.engine.claims_table import show_findings_table
         from moesaic.papers.engine.findings import RECORDED_PRESET
+        from moesaic.papers.engine.terminal_tables import show_findings_table
         from moesaic.papers.recompute import recompute
         from moesaic.papers.reproduce import PAPERS
 

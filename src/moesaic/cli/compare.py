@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
     DataArgument,
@@ -33,13 +33,13 @@ from moesaic.cli.shared import (
 from moesaic.cli.workers import WorkerProgress, is_worker, job_count, run_workers
 
 if TYPE_CHECKING:
-    from moesaic.data.datasets import ImageDataset
+    from moesaic.data.image_dataset import ImageDataset
     from moesaic.training.compare import Grid
+    from moesaic.training.comparison_budget import SharedTimeBudget
     from moesaic.training.comparison_plan import ComparisonPlan
     from moesaic.training.comparison_result import Comparison
     from moesaic.training.progress import Progress
     from moesaic.training.recipe import Recipe
-    from moesaic.training.time_budget import SharedTimeBudget
 
 __all__ = ["Compare"]
 
@@ -132,7 +132,7 @@ class Compare(DatasetOptions, _CompareOptions):
 
     def _print_next(self, found: Comparison, models: Sequence[str]) -> None:
         """Prints the command that trains the recommended network on all images."""
-        from moesaic.report.comparison_text import answers
+        from moesaic.report.comparison_sentences import answers
         from moesaic.training.paired_comparison import paired_comparisons
 
         best = answers(found, paired_comparisons(found))[0].model
@@ -154,7 +154,7 @@ class Compare(DatasetOptions, _CompareOptions):
 
     def _budget(self, out: Path, dataset: ImageDataset) -> SharedTimeBudget:
         from moesaic.leases import Leases
-        from moesaic.training.time_budget import SharedTimeBudget
+        from moesaic.training.comparison_budget import SharedTimeBudget
 
         elsewhere = ("out", "device", "data", "data_dir", "cache_dir", "jobs", "dry_run")
         options = {name: value for name, value in asdict(self).items() if name not in elsewhere}
@@ -163,7 +163,7 @@ class Compare(DatasetOptions, _CompareOptions):
     def _print_plan(
         self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float, jobs: int
     ) -> None:
-        from moesaic.report.comparison_plan import describe_plan
+        from moesaic.report.comparison_plan_text import describe_plan
 
         with _run_errors(self.batch_size, device, out):
             plan = self._plan(dataset, grid, recipe, out, device, start, jobs)
@@ -182,7 +182,7 @@ class Compare(DatasetOptions, _CompareOptions):
     ) -> tuple[Grid, Recipe]:
         """The grid and the recipe: as asked for, or what fits the budget; measured by the first worker alone."""
         from moesaic.leases import Leases
-        from moesaic.report.comparison_plan import describe_plan
+        from moesaic.report.comparison_plan_text import describe_plan
 
         if budget is not None:
             found = budget.join()
@@ -221,7 +221,7 @@ class Compare(DatasetOptions, _CompareOptions):
 
     def _grid(self, models: tuple[str, ...], samples: tuple[int, ...]) -> Grid:
         from moesaic.training.compare import Grid
-        from moesaic.training.sequential_trials import FIRST_LOOK
+        from moesaic.training.group_sequential import FIRST_LOOK
 
         if self.trials == "auto":
             return Grid(models, samples, FIRST_LOOK, MAX_TRIALS if self.max_trials is None else self.max_trials)

@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional, arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.shared import user_errors
 
 __all__ = ["Completion"]

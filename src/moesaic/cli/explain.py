@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     RouterOption,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.shared import RouterOption, check_writable, load_run, log, user_errors
 
 if TYPE_CHECKING:

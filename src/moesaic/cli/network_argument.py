@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.cli.shared import load_run, log
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import RouterOption, check_writable, log, resolve_device, user_errors
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.browser import open_browser
 from moesaic.cli.invocation import invocation
 from moesaic.cli.shared import (
@@ -27,14 +27,14 @@ from moesaic.cli.shared import (
     write_config,
 )
 from moesaic.cli.workers import WorkerProgress, is_worker, job_count, run_workers
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from moesaic.papers.engine.claims_table import GrowingTable
     from moesaic.papers.engine.findings import Finding, Source
-    from moesaic.report.progress import Bars, Lines
+    from moesaic.papers.engine.terminal_tables import GrowingTable
+    from moesaic.report.progress_bars import Bars, Lines
 
 __all__ = ["Reproduce"]
 
@@ -87,7 +87,7 @@ class Reproduce:
         """Runs the command; ``given`` are its arguments, for the message how to resume."""
         from rich.console import Console
 
-        from moesaic.papers.engine.claims_table import GrowingTable
+        from moesaic.papers.engine.terminal_tables import GrowingTable
         from moesaic.papers.engine.time_budget import TimeBudget
         from moesaic.papers.engine.variants import RefusedVariant
         from moesaic.papers.reproduce import PAPERS
@@ -178,7 +178,7 @@ class Reproduce:
         from rich.console import Console
 
         from moesaic.leases import Leases
-        from moesaic.papers.engine.result_files import write_results
+        from moesaic.papers.engine.run_output import write_results
         from moesaic.papers.engine.variant_report import print_variants, write_variant_files
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
@@ -230,7 +230,7 @@ class Reproduce:
 def _ran_elsewhere(out: Path) -> bool:
     """Whether another machine has run a cell that this one could not."""
     from moesaic.training import ResultCache
-    from moesaic.training.sweep_plan import read_plans
+    from moesaic.training.cell_plan import read_plans
 
     needed = {cell.digest for plan in read_plans(out) for cell in plan.cells if cell.needs}
     return bool(needed & set(ResultCache(out / "cells").digests())) if needed else False
@@ -276,7 +276,7 @@ def _once(show: Callable[[Finding], None]) -> Callable[[Finding], None]:
 @contextmanager
 def _above(progress: Bars | Lines, table: GrowingTable) -> Generator[None]:
     """Prints the rows of the table above progress bars, so that they do not overwrite each other."""
-    from moesaic.report.progress import Bars
+    from moesaic.report.progress_bars import Bars
 
     console = table.console
     if isinstance(progress, Bars) and console.is_terminal:

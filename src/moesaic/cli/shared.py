@@ -21,7 +21,7 @@ from moesaic.cli.invocation import invocation
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-    from moesaic.data.datasets import ImageDataset
+    from moesaic.data.image_dataset import ImageDataset
     from moesaic.models.pretrained import PretrainedConfig
     from moesaic.training.checkpoint import Checkpoint
 
@@ -284,6 +284,6 @@ def register_datasets() -> None:
 
 def normalized(dataset: ImageDataset, config: PretrainedConfig) -> ImageDataset:
     """Returns the dataset with the normalization of a pretrained network, where it is known."""
-    from moesaic.data.datasets import Normalize
+    from moesaic.data.image_dataset import Normalize
 
     return dataset.with_normalize(Normalize(config.mean, config.std)) if config.mean and config.std else dataset

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.cli.shared import user_errors
 
 __all__ = ["Theory"]
@@ -85,7 +85,7 @@ class Theory:
     def _measure(self, data: str) -> int:
         from moesaic.keyed_random import keys
         from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
-        from moesaic.papers.chowdhury2023.theory.patches_per_expert import (
+        from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import (
             measure_patch_depth,
             suggest_patches_per_expert,
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import UseAppendAction, arg
 
 from moesaic import torchrun_env
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     CommandError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from moesaic.data.datasets import ImageDataset
+    from moesaic.data.image_dataset import ImageDataset
     from moesaic.models.conversion_receipt import ConversionReceipt
     from moesaic.models.model_cost import ModelCost
     from moesaic.models.pretrained import PretrainedConfig
@@ -228,7 +228,7 @@ class Train(DatasetOptions, _TrainOptions):
         import torch
 
         from moesaic.routing.registry import import_router
-        from moesaic.training.distributed import check_parallel
+        from moesaic.training.data_parallel import check_parallel
         from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.ranks import local_device
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe

@@ -1,8 +1,8 @@
 """Worker processes of one command: ``--jobs N`` starts it N times on this machine.
 
 A worker is the same command with `WORKER_VARIABLE` in its environment. It runs cells, as any process on the same folder
-does (`moesaic.training.sweep`), and writes its progress to stdout, one JSON list in a line; figures and the report are
-left to the parent. It ends when its parent does: stdin is a pipe that nobody writes to.
+does (`moesaic.training.cell_runner`), and writes its progress to stdout, one JSON list in a line; the parent draws
+figures and writes the report. A worker ends when its parent does: its stdin is a pipe that the parent holds open.
 
 A worker that is killed is not missed: the others take over its cell, or the parent does when none is left. A worker
 that fails ends all of them, with its message.
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from moesaic.cli.faults import CommandError, log
 
 if TYPE_CHECKING:
-    from moesaic.report.progress import Bars, Lines, Row
+    from moesaic.report.progress_bars import Bars, Lines, Row
 
 __all__ = ["WORKER_VARIABLE", "WorkerProgress", "cpu_threads", "is_worker", "job_count", "run_workers"]
 

@@ -2,8 +2,8 @@
 
 from moesaic.data.builtin_datasets import DATASETS, register_dataset
 from moesaic.data.cifar10 import CIFAR10_CLASSES, Cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.data.file_sources import SkippedFile
+from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.data.load import load_images
 from moesaic.data.mnist import DIGIT_SIZE, Digits, load_digits
 from moesaic.data.splits import Split

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice
-from moesaic.data.datasets import Augment, Normalize, RandomFlipCrop, normalize_
+from moesaic.argument_checks import check_choice
+from moesaic.data.image_dataset import Augment, Normalize, RandomFlipCrop, normalize_
 
 __all__ = ["StrongAugment", "train_transform"]
 

@@ -24,9 +24,9 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import open_source
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.data.splits import Split
 from moesaic.validated_json import InvalidFile, read_bytes
 

@@ -18,7 +18,7 @@ from typing import IO, Any, cast, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import check_choice, printable
+from moesaic.argument_checks import check_choice, printable
 from moesaic.data.splits import Split
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 

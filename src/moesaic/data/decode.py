@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.validated_json import InvalidFile, read_bytes
 
 if TYPE_CHECKING:

@@ -28,11 +28,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.argument_checks import check_positive
 from moesaic.cache_dir import CACHE_ENV_VAR, default_cache_dir
-from moesaic.checks import check_positive
 from moesaic.data.decode import DECODER_VERSION, InvalidImage, decode_image, pixel_limit
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
-from moesaic.data.npy_files import map_npy, write_npy_header
+from moesaic.data.npy_memmap import map_npy, write_npy_header
 from moesaic.files import atomic_file, check_json_digest, json_digest, write_atomic
 from moesaic.leases import Leases, make_once
 from moesaic.validated_json import InvalidFile, JsonLimits, decode, read_json

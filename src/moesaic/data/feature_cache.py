@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.decoded_cache import DecodedCache, remove_stale, write_error
-from moesaic.data.npy_files import map_npy, write_npy_header
+from moesaic.data.npy_memmap import map_npy, write_npy_header
 from moesaic.files import atomic_file, write_atomic
 from moesaic.leases import Leases, make_once
 from moesaic.validated_json import InvalidFile, decode, read_json

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_json, read_stream
 
 __all__ = [

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.data.image_folder import DEFAULT_SIZE
 from moesaic.data.splits import stratified_order
 from moesaic.validated_json import InvalidFile, read_bytes

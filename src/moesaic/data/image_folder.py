@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, decode_images
 from moesaic.data.file_sources import FileSource, SkippedFile, ZipSource, open_source, printable
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.validated_json import InvalidFile
 
 __all__ = ["DEFAULT_SIZE", "load_folder"]

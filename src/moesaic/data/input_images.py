@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.data.decode import InvalidImage, decode_image, decode_whole, pixel_limit
 from moesaic.data.file_sources import FileSource, FolderSource, SkippedFile, UnreadableFile, open_source, printable
 

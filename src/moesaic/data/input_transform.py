@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.data.datasets import Normalize
 from moesaic.data.decode import read_image, square_image
+from moesaic.data.image_dataset import Normalize
 from moesaic.data.input_images import check_readable, to_channels
 
 if TYPE_CHECKING:

@@ -10,14 +10,14 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.cache_dir import default_cache_dir
-from moesaic.checks import check_choice, check_positive
 from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import DATASETS
-from moesaic.data.datasets import Augment, ImageDataset, ImageSplits, Normalize
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.file_sources import printable
 from moesaic.data.hub import PREFIX, load_hub
+from moesaic.data.image_dataset import Augment, ImageDataset, ImageSplits, Normalize
 from moesaic.data.image_folder import load_folder
 
 __all__ = ["Normalization", "build_dataset", "load_images"]

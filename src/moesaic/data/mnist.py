@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.data.splits import Split
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 

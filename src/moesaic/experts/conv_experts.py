@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import ConvWeights, PatchChoice, PatchSelection, PatchSpec, run_chosen_conv, run_conv
 from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-from moesaic.ops.hooks import has_hooks
-from moesaic.ops.per_sample import NotPerSampleError
+from moesaic.ops.hook_detection import has_hooks
+from moesaic.ops.per_sample_functions import NotPerSampleError
 
 __all__ = ["ModuleStates", "Operation", "Result", "trace_expert"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_numbers, check_positive
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.experts.sample_experts import check_samples
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import (

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.ops import Samples, autocast_dtype, run_stacked
 from moesaic.ops.expert_parallel import ExpertDispatcher
 from moesaic.routing_record import Routing

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.ops import Norm, PatchChoice, PatchSelection, PatchSpec
-from moesaic.ops.eager import check_vmap
+from moesaic.ops.eager_conditions import check_vmap
 from moesaic.ops.expert_parallel import ExpertDispatcher
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES, check_labels, probe_accuracy
 from moesaic.keyed_random import keys, permutations
 from moesaic.routing_record import Routing

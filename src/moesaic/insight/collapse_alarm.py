@@ -16,7 +16,7 @@ from typing import Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, overlap_by_chance, starved
 from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.ops.global_batch import GlobalBatch

@@ -16,7 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.insight.channel_explanation import ChannelExplanation, GatedNetwork, GatedOutputs, explain_channels
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, class_maps, class_routing
 from moesaic.insight.metrics import summary

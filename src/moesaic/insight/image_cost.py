@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.insight.class_routing import check_labels
 from moesaic.intervals import Estimate, mean
 

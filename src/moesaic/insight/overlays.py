@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.insight.metrics import plural_unit
 from moesaic.routing_record import Chooser, Routing
 

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
 from moesaic.routing_record import Routing
 

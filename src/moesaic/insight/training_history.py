@@ -19,7 +19,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from moesaic.checks import check_positive, printable
+from moesaic.argument_checks import check_positive, printable
 from moesaic.files import write_atomic
 from moesaic.insight.metrics import Labels, dispatch_entropy, load_share
 from moesaic.routing_record import Routing

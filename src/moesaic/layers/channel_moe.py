@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
-from moesaic.input_checks import check_feature_map
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import autocast_dtype
@@ -26,6 +25,7 @@ from moesaic.ops.channel.gathered_conv import BlockLayout, group_samples, memory
 from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.dispatch import ChannelActivation, ChannelConv, run_channels
 from moesaic.routing_record import Routing
+from moesaic.tensor_checks import check_feature_map
 
 __all__ = ["ChannelMoE", "FrozenChannelMoE"]
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.layers.inference_graphs import CudaInference, InferenceDevice
-from moesaic.ops.eager import in_mode
+from moesaic.ops.eager_conditions import in_mode
 from moesaic.ops.graph_capture import capture_failure
 from moesaic.ops.padded_batch_norm import batch_norm_of_counted
 

@@ -8,8 +8,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.input_checks import check_tensor
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hook_detection import has_hooks
+from moesaic.tensor_checks import check_tensor
 
 __all__ = ["FrozenModule", "check_freezable"]
 

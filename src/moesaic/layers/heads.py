@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.routed_head import RoutedHead, as_map
 
 __all__ = ["HEAD_OPTIONS", "AttentionHead", "PooledHead", "Pooling", "create_head", "resize_head"]

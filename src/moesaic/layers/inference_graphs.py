@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.ops import tile_sizes
-from moesaic.ops.eager import in_mode, is_plain_eager, no_grad_needed
+from moesaic.ops.eager_conditions import in_mode, is_plain_eager, no_grad_needed
 from moesaic.ops.graph_capture import DeviceGraph, capture, capture_failure
-from moesaic.ops.hooks import hook_tables
+from moesaic.ops.hook_detection import hook_tables
 
 __all__ = ["CudaInference", "InferenceDevice", "InferenceGraphs"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from moesaic.experts.expert_trace import Operation, Result, trace_expert
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops.padded_batch_norm import batch_norm_of_first
-from moesaic.ops.per_sample import NotPerSampleError, call_per_sample, check_axes
+from moesaic.ops.per_sample_functions import NotPerSampleError, call_per_sample, check_axes
 
 __all__ = ["BatchNormRule", "PaddedExpert"]
 

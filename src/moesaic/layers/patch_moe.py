@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive, nearest_divisors
+from moesaic.argument_checks import check_choice, check_positive, nearest_divisors
 from moesaic.experts import ConvExperts, Experts
-from moesaic.input_checks import check_feature_map, check_tensor
+from moesaic.layers.map_routing import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.layers.recording import RoutedLayer
-from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
-from moesaic.ops.eager import in_vmap
+from moesaic.ops.eager_conditions import in_vmap
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
+from moesaic.tensor_checks import check_feature_map, check_tensor
 
 __all__ = ["PatchMoE"]
 

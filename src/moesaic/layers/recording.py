@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic import context_stacks
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.routing_record import Routing
 
 __all__ = ["RoutedLayer", "RoutingHook", "record_routing", "routed_layers", "routing_hook"]

@@ -12,10 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
-from moesaic.input_checks import check_tensor
+from moesaic.argument_checks import check_positive
 from moesaic.layers.patch_moe import PatchMoE
 from moesaic.routing.expert_choice import ExpertChoice, ExpertGate
+from moesaic.tensor_checks import check_tensor
 
 __all__ = ["RoutedHead", "as_map"]
 

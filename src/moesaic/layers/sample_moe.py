@@ -12,19 +12,19 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
-from moesaic.input_checks import check_tensor
 from moesaic.layers.expert_graphs import ExpertGraphs
-from moesaic.layers.padded_experts import PaddedExperts
+from moesaic.layers.padded_expert_cache import PaddedExperts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import requested_backend, run_each
-from moesaic.ops.eager import is_plain_eager
+from moesaic.ops.eager_conditions import is_plain_eager
 from moesaic.ops.global_batch import GlobalBatch, grad_sync_expected, with_zero_gradients
 from moesaic.ops.padded_samples import run_padded
-from moesaic.ops.per_sample import NotPerSampleError
+from moesaic.ops.per_sample_functions import NotPerSampleError
 from moesaic.routing.router import Noise, sample_noise, stable_topk
 from moesaic.routing_record import Routing
+from moesaic.tensor_checks import check_tensor
 
 __all__ = ["SampleGate", "SampleMoE"]
 

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_positive
-from moesaic.input_checks import check_tensor
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.ops import autocast_dtype
+from moesaic.tensor_checks import check_tensor
 
 __all__ = ["TokenGrid", "attention_bias", "check_grid", "check_tokens", "token_grid"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_numbers, check_positive
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.experts import Experts, MLPExperts
 from moesaic.experts.mlp_experts import ActivationName
+from moesaic.layers.map_routing import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.layers.recording import RoutedLayer
-from moesaic.layers.routed_map import check_agreement, only_experts_need, route_map, run_at_once, run_slots
 from moesaic.layers.token_inputs import TokenGrid, check_grid, check_tokens, token_grid
 from moesaic.ops import PatchSpec
 from moesaic.routing import ExpertChoice, Router

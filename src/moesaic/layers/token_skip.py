@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_inputs import TokenGrid, attention_bias, check_grid, check_tokens, token_grid
 from moesaic.layers.token_moe import TokenMoE

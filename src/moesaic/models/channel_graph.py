@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 
 __all__ = ["ConvNode", "Role", "build_channel_graph", "nodes_to_gate"]
 

@@ -12,13 +12,13 @@ from typing import Any, TypeVar, cast, get_args
 
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.token_moe import Prefix
 from moesaic.models.convert_candidates import find_layers
 from moesaic.models.convert_conv import ChannelsLastPatchMoE, plan_conv
 from moesaic.models.convert_mlp import hidden_activations, plan_mlp
 from moesaic.models.convert_plan import Init, Replacement
-from moesaic.models.layer_inputs import OTHER_SIZE, LayerInputs, input_shape, trace_inputs
+from moesaic.models.input_shapes import OTHER_SIZE, LayerInputs, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.rescaled_routers import RescaledExpertChoice
 from moesaic.ops import Combine, Context, GateOn

@@ -19,8 +19,8 @@ from torch import nn
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_skip import TokenSkip
 from moesaic.models.convertible_weights import weight_refusal
+from moesaic.models.input_shapes import LayerInputs, MapSizes, TokenInput, input_shape, trace_inputs
 from moesaic.models.inspection import all_named_modules
-from moesaic.models.layer_inputs import LayerInputs, MapSizes, TokenInput, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps, looks_like_mlp, why_not_mlp
 
 __all__ = ["convertible_layers", "find_layers", "why_not_convertible"]

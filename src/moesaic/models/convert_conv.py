@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive, either, nearest_divisors
+from moesaic.argument_checks import check_positive, either, nearest_divisors
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.models.convert_plan import Init, Replacement, new_weights
-from moesaic.models.layer_inputs import MapSizes
+from moesaic.models.input_shapes import MapSizes
 from moesaic.models.rescaled_routers import RescaledExpertChoice
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.registry import build_router, has_patch_count, is_default

@@ -9,13 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_numbers, check_positive, nearest_divisors
+from moesaic.argument_checks import check_numbers, check_positive, nearest_divisors
 from moesaic.experts import MLPExperts
 from moesaic.layers import TokenMoE
 from moesaic.layers.token_moe import TokenGrid
 from moesaic.models.convert_plan import Init, Replacement, new_weights
+from moesaic.models.input_shapes import LayerInputs, TokenInput
 from moesaic.models.inspection import eval_mode, first_weight, input_hooks
-from moesaic.models.layer_inputs import LayerInputs, TokenInput
 from moesaic.models.mlp_candidates import MLPUnit
 from moesaic.models.mlp_expert_init import cluster_neurons, copy_mlp, neurons_in_order, split_mlp
 from moesaic.models.rescaled_routers import RescaledExpertChoice, RescaledTokenChoice

@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesaic.models.inspection import eval_mode
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hook_detection import has_hooks
 
 __all__ = ["weight_refusal"]
 

@@ -16,12 +16,12 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_numbers
+from moesaic.argument_checks import check_choice, check_numbers
 from moesaic.experts import Experts
 from moesaic.experts.stacked_experts import ExpertNorm
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.grad_checkpointing import checkpoint_segment
-from moesaic.ops.eager import check_vmap, in_transform, in_vmap
+from moesaic.ops.eager_conditions import check_vmap, in_transform, in_vmap
 
 __all__ = [
     "GlobalAvgPool",

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from moesaic.checks import first_line
+from moesaic.argument_checks import first_line
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
 from moesaic.layers.recording import RoutedLayer
 from moesaic.models.convertible_weights import weight_refusal
 from moesaic.models.inspection import all_named_modules, eval_mode
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hook_detection import has_hooks
 
 __all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.experts import MLPExperts, PatchNetExperts
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE, TokenSkip
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import first_line, printable
+from moesaic.argument_checks import first_line, printable
 from moesaic.models.layer_groups import classifier_names
 from moesaic.tensor_files import METADATA_KEY, is_safetensors, open_tensors, parse_header, shape_differences
 from moesaic.validated_json import InvalidFile, decode

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.layers.heads import HEAD_OPTIONS, create_head
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.feature_maps import FeatureMaps, OutIndices

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 

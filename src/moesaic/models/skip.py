@@ -13,13 +13,13 @@ from typing import Any, TypeVar, cast, get_args
 
 from torch import nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
 from moesaic.models.convert_plan import new_weights
+from moesaic.models.input_shapes import OTHER_SIZE, input_shape
 from moesaic.models.inspection import first_weight
-from moesaic.models.layer_inputs import OTHER_SIZE, input_shape
 from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
 from moesaic.models.vit import PatchEmbed
 from moesaic.routing.keep_choice import KeepChoice, KeepGate

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, cast
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.layers.heads import HEAD_OPTIONS
 from moesaic.models.model_string import conversion_options
 from moesaic.models.pretrained import MAX_IMAGE_SIZE

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.checks import first_line
+from moesaic.argument_checks import first_line
 from moesaic.layers.heads import HEAD_OPTIONS, Pooling, create_head
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names

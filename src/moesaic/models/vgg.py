@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.resnet import LARGE_IMAGE, scale_width

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_numbers, check_positive
+from moesaic.argument_checks import check_numbers, check_positive
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.layers.token_inputs import attention_bias
 from moesaic.models.feature_maps import OutIndices, take_indices

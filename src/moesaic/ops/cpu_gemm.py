@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moesaic.ops.eager import in_mode, is_plain_eager, no_grad_needed
+from moesaic.ops.eager_conditions import in_mode, is_plain_eager, no_grad_needed
 
 __all__ = ["expert_bmm", "expert_bmm_parts", "expert_mm", "is_faster_by_onednn"]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import context_stacks
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.ops.global_batch_norm import global_batch_norm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_mm
-from moesaic.ops.eager import is_eager_cpu
+from moesaic.ops.eager_conditions import is_eager_cpu
 from moesaic.ops.grouped_gemm import group_sizes, grouped_matmul
 
 __all__ = ["expert_linear"]

@@ -6,8 +6,8 @@ A rank routes its own images with its own copy of the router. Then
 
 Only routed values travel, and gates stay at home: the sender applies them, before under ``gate_on="input"`` and
 afterwards under ``"output"``. What comes back of a convolution are the patches' own pixels under ``gate_on="output"``,
-and under ``"input"`` their frames (`moesaic.ops.patch.frames`), halo included. An expert's output on zero input, its
-background, is the same for all images and is gathered once.
+and under ``"input"`` the patches with their halo (`moesaic.ops.patch.patch_halo`). An expert's output on zero input,
+its background, is the same for all images and is gathered once.
 
 Expert choice sends B·L patches to every expert: equal splits, and no sizes to exchange. Where units choose experts, or
 places are unassigned, ranks first exchange the number of patches of every expert.
@@ -26,8 +26,8 @@ from torch import Tensor
 
 from moesaic.ops.collectives import all_gather_rows, all_reduce_sum, all_to_all_rows, average_gradient
 from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
-from moesaic.ops.patch.frames import ReceivedPixels, frame_side, frames_to_map
 from moesaic.ops.patch.gather import RoutedPixels
+from moesaic.ops.patch.patch_halo import ReceivedPixels, frame_side, frames_to_map
 from moesaic.ops.patch.scatter_conv import scatter_add
 from moesaic.ops.sample_dispatch import SortedSamples
 from moesaic.ops.torch_backend import (

@@ -33,7 +33,7 @@ class GlobalBatch:
     """A batch that is spread over the ranks of a process group, and the part of this rank.
 
     Norms, routers and dropout that have one as ``global_batch`` compute for the whole batch
-    (`moesaic.training.distributed.global_batch`). All ranks must run the same layers in the same order.
+    (`moesaic.training.data_parallel.global_batch`). All ranks must run the same layers in the same order.
 
     Args:
         group: the process group; None: the default one.

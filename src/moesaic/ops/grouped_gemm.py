@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.eager import in_vmap
+from moesaic.ops.eager_conditions import in_vmap
 
 __all__ = ["group_ends", "group_sizes", "grouped_matmul"]
 

@@ -8,7 +8,7 @@ replay the list with other addresses. Workspaces are released after their last u
 recorded call or less.
 
 On the default stream of a GPU, a plan that is called with the same addresses again becomes a CUDA graph
-(`moesaic.ops.launch_graphs`).
+(`moesaic.ops.operator_graphs`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moesaic.ops.launch_graphs import CapturedOperator
+from moesaic.ops.operator_graphs import CapturedOperator
 
 __all__ = ["Place", "Plan", "Step"]
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moesaic.ops.launch_graphs import CapturedOperator, OutputMemory, Workspace
 from moesaic.ops.launch_plan import Place, Plan, Step
+from moesaic.ops.operator_graphs import CapturedOperator, OutputMemory, Workspace
 
 __all__ = ["Recorder", "recorder"]
 

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.masked import check_closed, masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
-from moesaic.ops.eager import in_vmap
+from moesaic.ops.eager_conditions import in_vmap
 from moesaic.ops.sample_dispatch import check_outputs, gated_sum, run_all
 from moesaic.routing_record import Routing
 

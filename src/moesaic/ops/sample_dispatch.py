@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.ops.eager import in_vmap
+from moesaic.ops.eager_conditions import in_vmap
 from moesaic.ops.grouped_gemm import group_ends, group_sizes, grouped_matmul
 from moesaic.routing_record import Routing
 

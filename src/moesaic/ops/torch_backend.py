@@ -29,11 +29,11 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.masked import masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
-from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
+from moesaic.ops.eager_conditions import in_vmap, is_eager_cpu, no_grad_needed
 from moesaic.ops.expert_linear import expert_linear
 from moesaic.ops.global_batch import global_moments
+from moesaic.ops.patch.cpu_inference import can_run_inference, conv_inference
 from moesaic.ops.patch.gather import RoutedPixels
-from moesaic.ops.patch.inference import can_run_inference, conv_inference
 from moesaic.ops.patch.onnx_conv import can_run_onnx_conv, onnx_conv
 from moesaic.ops.patch.scatter_conv import (
     ScatterIndex,

@@ -28,7 +28,7 @@ from moesaic.ops.dispatch import (
     PatchSpec,
     requested_backend,
 )
-from moesaic.ops.eager import in_transform, is_plain_eager
+from moesaic.ops.eager_conditions import in_transform, is_plain_eager
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing_record import Routing
 
@@ -78,7 +78,7 @@ class TritonBackend(TorchBackend):
         units = grid[0] * grid[1]
         if kernel_refusal(x) is not None or patches > units or units > _MAX_PATCHES:
             return None
-        from moesaic.ops.triton.autograd_ops import patch_route
+        from moesaic.ops.triton.patch_ops import patch_route
 
         route = patch_route.without_gradient if detached else patch_route
         scores, index, gates, slots = route(x, router, patches, GATE_KINDS[gate])
@@ -94,7 +94,7 @@ class TritonBackend(TorchBackend):
 
     def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor:
         """What ``choose`` and ``conv`` compute, as one operator, where kernels `can_choose`."""
-        from moesaic.ops.triton.autograd_ops import patch_route_conv
+        from moesaic.ops.triton.patch_ops import patch_route_conv
 
         tensors = x, experts.weight, experts.bias, choice.router
         save = torch.is_grad_enabled() and any([each is not None and each.requires_grad for each in tensors])  # noqa: C419
@@ -106,7 +106,7 @@ class TritonBackend(TorchBackend):
         if activation is None:
             return None
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.autograd_ops import patch_route_mlp
+        from moesaic.ops.triton.patch_ops import patch_route_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         tensors = x, *weights, choice.router
@@ -125,7 +125,7 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if _is_global(norm):
             return super().conv(x, _with_gradients(routing, selection), experts, norm, spec)
-        from moesaic.ops.triton.autograd_ops import patch_conv
+        from moesaic.ops.triton.patch_ops import patch_conv
 
         weights = experts.weight, experts.bias
         operands = patch_operands(x, routing, norm, spec, selection, weights)
@@ -145,7 +145,7 @@ class TritonBackend(TorchBackend):
         if activation is None or _is_global(norm):
             return super().mlp(x, _with_gradients(routing, selection), experts, norm, spec)
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.autograd_ops import patch_mlp
+        from moesaic.ops.triton.patch_ops import patch_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         operands = patch_operands(x, routing, norm, spec, selection, weights)
@@ -203,7 +203,7 @@ def _with_gradients(routing: Routing, selection: PatchSelection | None) -> Routi
     """The routing with gradients of scores and gates, for code that does not compute them from a selection."""
     if selection is None or not selection.detached or routing.gate is not selection.routing.gate:
         return routing
-    from moesaic.ops.triton.autograd_ops import patch_route
+    from moesaic.ops.triton.patch_ops import patch_route
 
     assert routing.index is not None
     kind = GATE_KINDS[selection.gate]
@@ -259,7 +259,7 @@ def patch_operands(
     assert routing.index is not None
     index, gate, scores, router, gate_kind = routing.index, routing.gate, None, None, 0
     if selection is None or not selection.is_for(x, routing):
-        from moesaic.ops.triton.autograd_ops import patch_slots
+        from moesaic.ops.triton.patch_ops import patch_slots
 
         gate = _with_gradients(routing, selection).gate
         slots = patch_slots(index, routing.units)
@@ -324,7 +324,7 @@ def _norm_statistics(
     if not norm.training:
         acc_dtype = torch.promote_types(x.dtype, torch.float32)
         return norm.running_mean.to(acc_dtype), norm.running_var.to(acc_dtype)
-    from moesaic.ops.triton.autograd_ops import patch_statistics
+    from moesaic.ops.triton.patch_ops import patch_statistics
 
     with torch.no_grad():
         gate = None if gate is None else gate.detach()

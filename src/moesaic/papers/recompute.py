@@ -12,13 +12,13 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, get_args
 
-from moesaic.checks import check_choice
-from moesaic.fidelity import Fidelity
+from moesaic.argument_checks import check_choice
 from moesaic.files import json_digest
-from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.engine.findings import RECORDED_PRESET, Finding
+from moesaic.papers.engine.paper import ClaimCheck, ExperimentResults, Paper
+from moesaic.papers.engine.raw_trials import StoredCell, Trials, read_trials
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.engine.trial_files import StoredCell, Trials, read_trials
 from moesaic.papers.reproduce import PAPERS
 from moesaic.training import NoProgress, ResultCache
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from moesaic.checks import check_choice
-from moesaic.fidelity import Fidelity
+from moesaic.argument_checks import check_choice
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.paper import PAPER as CHEN2022
 from moesaic.papers.chowdhury2023.paper import PAPER as CHOWDHURY2023
 from moesaic.papers.engine.cells import Cell, CompletedCell
-from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper, Plan
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim, Finding
+from moesaic.papers.engine.paper import ClaimCheck, ExperimentResults, Paper, Plan
 from moesaic.papers.engine.run_order import CellGroup, run_order
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.engine.time_budget import TimeBudget
@@ -34,8 +34,8 @@ from moesaic.papers.token_routing.paper import PAPER as TOKEN_ROUTING
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
 from moesaic.training import NoProgress, Progress, ResultCache
+from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan
 from moesaic.training.result_cache import cell_digest
-from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = ["FULL_ORDER", "PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
 

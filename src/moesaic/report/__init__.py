@@ -5,7 +5,7 @@ from moesaic.report.comparison import print_comparison, write_comparison_report
 from moesaic.report.explanation import write_explanation
 from moesaic.report.layer_benchmark_table import print_layer_times
 from moesaic.report.machine_info import describe_machine
-from moesaic.report.progress import watch_progress
+from moesaic.report.progress_bars import watch_progress
 from moesaic.report.training_page import write_training_page
 
 __all__ = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.report.templates import render
 from moesaic.validated_json import InvalidFile, decode, read_json
 

@@ -14,8 +14,8 @@ from moesaic.insight.class_routing import MIN_CLASS_IMAGES
 from moesaic.insight.embedding_map import EmbeddingMap
 from moesaic.insight.image_cost import Costs
 from moesaic.report.chart import Chart, Group, Panel, Points, Series
+from moesaic.report.chart_style import MAX_ROLES
 from moesaic.report.formatting import short_name
-from moesaic.report.style import MAX_ROLES
 
 __all__ = ["FOLDER", "gate_charts"]
 

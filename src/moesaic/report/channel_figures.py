@@ -19,9 +19,9 @@ from torch import Tensor
 from moesaic.insight.channel_explanation import ChannelExplanation
 from moesaic.insight.image_cost import Costs
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
+from moesaic.report.chart_style import INK, LINE
 from moesaic.report.expert_figures import drawn_classes
 from moesaic.report.formatting import short_name
-from moesaic.report.style import INK, LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

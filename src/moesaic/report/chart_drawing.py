@@ -1,6 +1,6 @@
 """Draws charts with matplotlib: layout of panels, legend, PNG and SVG files.
 
-`panel_drawing` draws the content of a panel, `style` defines colours. The files are reproducible: they have
+`chart_panels` draws the content of a panel, `chart_style` defines colours. The files are reproducible: they have
 no dates and no random ids.
 """
 
@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 
 from moesaic.files import write_atomic
 from moesaic.report.chart import Chart, Panel, Regions
-from moesaic.report.panel_drawing import draw_blocks, draw_counts, draw_lines, draw_points
-from moesaic.report.style import COLOURS, DATA_ID, MAX_ROLES, ON_DARK, RC_PARAMS, line_styles, role_colours
+from moesaic.report.chart_panels import draw_blocks, draw_counts, draw_lines, draw_points
+from moesaic.report.chart_style import COLOURS, DATA_ID, MAX_ROLES, ON_DARK, RC_PARAMS, line_styles, role_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from moesaic.files import write_atomic
 from moesaic.intervals import Estimate
-from moesaic.report import comparison_text as text
+from moesaic.report import comparison_sentences as text
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import to_svg
 from moesaic.report.formatting import number

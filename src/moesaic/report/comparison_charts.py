@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate
 from moesaic.report.chart import Chart, Panel, Series
-from moesaic.report.comparison_text import on_frozen_backbones, prefix_of, trial_count
-from moesaic.report.style import MANY_POINTS
+from moesaic.report.chart_style import MANY_POINTS
+from moesaic.report.comparison_sentences import on_frozen_backbones, prefix_of, trial_count
 from moesaic.training.comparison_result import Comparison, Run
 from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, PairedComparison, accuracies, group_accuracies
 

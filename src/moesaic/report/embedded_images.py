@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.report.channel_figures import evenly
 
 __all__ = ["LONGEST_SIDE", "EmbeddedImage", "Picture", "embed_images", "encode_image", "picture_of"]

@@ -20,8 +20,8 @@ from torch import Tensor
 from moesaic.insight.explain import LayerExplanation
 from moesaic.insight.overlays import expert_colour, expert_dash
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
+from moesaic.report.chart_style import COLOURS, INK, LINE
 from moesaic.report.formatting import short_name
-from moesaic.report.style import COLOURS, INK, LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

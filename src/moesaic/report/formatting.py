@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 
 __all__ = ["listed", "number", "percent", "short_name"]
 

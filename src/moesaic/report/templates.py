@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from moesaic.report.style import COLOURS, ON_DARK
+from moesaic.report.chart_style import COLOURS, ON_DARK
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -18,10 +18,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.files import write_atomic
 from moesaic.report.formatting import number, percent
-from moesaic.report.line_chart import Line, LineChart, spaced
+from moesaic.report.svg_line_chart import Line, LineChart, spaced
 from moesaic.report.templates import render
 from moesaic.training.fit_result import Epoch
 from moesaic.training.run_reader import RunRecord, read_run

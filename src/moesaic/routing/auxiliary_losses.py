@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
-from moesaic.input_checks import check_tensor
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.ops import autocast_off
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
+from moesaic.tensor_checks import check_tensor
 
 __all__ = ["ChannelGate", "ChannelMode", "gate_l1", "gate_l1_of_layers", "hard_gates"]
 

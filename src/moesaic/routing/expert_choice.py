@@ -15,11 +15,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_numbers, check_positive
-from moesaic.input_checks import check_feature_map
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.ops import ExpertGate, PatchChoice, PatchSelection, run_expert_choice
 from moesaic.routing.router import Router, mask_scores, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
+from moesaic.tensor_checks import check_feature_map
 
 __all__ = ["ExpertChoice", "ExpertGate"]
 

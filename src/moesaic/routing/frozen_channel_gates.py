@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channel.blocked_conv import LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.gpu_conv_operands import LayerBlocks, OpenBlockLists
 from moesaic.routing.channel_gate import ChannelGate, hard_gates
 from moesaic.routing_record import Routing
 
@@ -95,7 +95,7 @@ class FrozenHeads:
 
     def open_lists(self, scores: Tensor) -> OpenBlockLists:
         """The open blocks of a batch, listed by a kernel: on a GPU."""
-        from moesaic.ops.triton.channel_blocks import list_open_blocks
+        from moesaic.ops.triton.open_channel_blocks import list_open_blocks
 
         most = max(head.blocks for head in self._heads)
         return list_open_blocks(scores, self._layers, self.blocks, most, self._mode)

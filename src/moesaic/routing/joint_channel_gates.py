@@ -18,8 +18,8 @@ from torch import Tensor
 
 from moesaic.ops import autocast_off, kernels_available
 from moesaic.ops.channel.joint_routing import JointRouting
-from moesaic.ops.eager import is_plain_eager
-from moesaic.ops.hooks import has_global_hooks, has_hooks
+from moesaic.ops.eager_conditions import is_plain_eager
+from moesaic.ops.hook_detection import has_global_hooks, has_hooks
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.router import batch_invariant_matmul
 from moesaic.routing_record import Routing

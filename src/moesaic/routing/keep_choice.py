@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_numbers, check_positive
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.routing.router import Router, mask_scores, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 

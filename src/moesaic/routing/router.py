@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
-from moesaic.checks import check_positive
-from moesaic.input_checks import check_feature_map
+from moesaic.argument_checks import check_positive
 from moesaic.ops import autocast_off
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing, Unit
+from moesaic.tensor_checks import check_feature_map
 
 __all__ = ["Noise", "Router", "batch_invariant_matmul", "mask_scores", "router_init_std", "sample_noise", "stable_topk"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
-from moesaic.input_checks import check_feature_map, check_tensor
+from moesaic.argument_checks import check_positive
 from moesaic.ops import autocast_off
 from moesaic.routing.router import batch_invariant_matmul
+from moesaic.tensor_checks import check_feature_map, check_tensor
 
 __all__ = ["SampleRouter"]
 

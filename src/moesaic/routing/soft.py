@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.routing.router import Router, mask_scores
 from moesaic.routing_record import Routing, Unit
 

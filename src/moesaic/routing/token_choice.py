@@ -12,7 +12,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import Noise, Router, sample_noise, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit

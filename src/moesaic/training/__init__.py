@@ -10,7 +10,7 @@ from moesaic.training.export import export, load_exported
 from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.global_batch_layers import sync_batch_norm
-from moesaic.training.optim import NormalizedGD
+from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.predict import Prediction, SelectedPatches, predict
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe

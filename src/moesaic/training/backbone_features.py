@@ -21,9 +21,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.feature_cache import cached_features, is_cached
+from moesaic.data.image_dataset import ImageDataset, LabelledImages
 from moesaic.layers.recording import routed_layers
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.inspection import eval_mode

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.data.datasets import RANDS_PER_IMAGE, ImageDataset
+from moesaic.data.image_dataset import RANDS_PER_IMAGE, ImageDataset
 
 __all__ = ["eval_batches", "generator_seed", "split", "train_batches"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from moesaic.leases import Holder, Leases, is_running
+from moesaic.training.cell_plan import SweepPlan, read_plans
 from moesaic.training.result_cache import read_cell
-from moesaic.training.sweep_plan import SweepPlan, read_plans
 from moesaic.validated_json import InvalidFile
 
 __all__ = ["CELLS", "CellStatus", "PlanStatus", "State", "cells_folder", "folder_status"]

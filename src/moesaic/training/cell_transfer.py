@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from moesaic.data.file_sources import ZipSource
 from moesaic.files import atomic_file, json_digest, write_atomic, write_new
+from moesaic.training.cell_plan import PLANS, SweepPlan, parse_plan, write_plan
 from moesaic.training.cell_status import CELLS, cells_folder
 from moesaic.training.result_cache import StoredCell, cell_digest, parse_cell
-from moesaic.training.sweep_plan import PLANS, SweepPlan, parse_plan, write_plan
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes
 
 __all__ = ["ConflictingCells", "Merged", "first_difference", "merge_cells", "pack_cells"]

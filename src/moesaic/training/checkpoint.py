@@ -20,8 +20,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import first_names, printable
-from moesaic.data.datasets import ImageDataset, Normalize
+from moesaic.argument_checks import first_names, printable
+from moesaic.data.image_dataset import ImageDataset, Normalize
 from moesaic.files import as_json
 from moesaic.models.pretrained import MAX_IMAGE_SIZE
 from moesaic.models.registry import ModelSpec

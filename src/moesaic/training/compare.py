@@ -3,10 +3,10 @@
 A run is a model, a number of samples and a trial. Within a trial every model gets the same images, fewer
 images are among more, and the order of the images is the same: models are compared pair by pair. A finished
 run is a cell (`result_cache`) and never done again; one that was interrupted goes on from its last checkpoint. Any
-number of processes may run one comparison together (`sweep`).
+number of processes may run one comparison together (`cell_runner`).
 
 With ``Grid(max_trials=…)`` trials are added one by one, to the models whose comparison is still open
-(`sequential_trials`). Which these are depends on results alone, so that an interrupted comparison ends as any other:
+(`group_sequential`). Which these are depends on results alone, so that an interrupted comparison ends as any other:
 every worker decides after all runs of a trial are finished, and therefore decides the same.
 """
 
@@ -21,18 +21,18 @@ from typing import Any
 
 import torch
 
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
+from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan
+from moesaic.training.cell_runner import CellWork
 from moesaic.training.compared_models import short_names
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run
 from moesaic.training.comparison_runs import ComparisonRuns, Contender, has_groups
+from moesaic.training.group_sequential import FIRST_LOOK, LAST_LOOK
 from moesaic.training.head_recipe import HEAD_LRS
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.paired_comparison import is_settled
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.sequential_trials import FIRST_LOOK, LAST_LOOK
-from moesaic.training.sweep import CellWork
-from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = ["Grid", "compare"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesaic.bench.timing import synchronize
-from moesaic.data.datasets import ImageDataset, LabelledImages
+from moesaic.data.image_dataset import ImageDataset, LabelledImages
 from moesaic.training.backbone_features import add_features, backbone_digest, has_cached_features
 from moesaic.training.callbacks import Callback
 from moesaic.training.compare import Grid

@@ -98,7 +98,7 @@ class Comparison:
     notes: tuple[str, ...] = ()
     """What a reader should know, such as images that were skipped."""
     max_trials: int | None = None
-    """Where trials were added one by one (`sequential_trials`): how many there could have been. None: ``trials`` were
+    """Where trials were added one by one (`group_sequential`): how many there could have been. None: ``trials`` were
     asked for."""
     ended: str = ""
     """Why no more trials were added, where they were added one by one."""

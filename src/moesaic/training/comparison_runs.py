@@ -15,16 +15,16 @@ import torch
 from torch import nn
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageDataset, Normalize
+from moesaic.data.image_dataset import ImageDataset, Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.backbone_features import add_features, refuses_features
+from moesaic.training.cell_runner import CellWork, run_cells
 from moesaic.training.comparison_result import ComparedModel, Run, run_from_json
 from moesaic.training.fit import Diverged, FitResult, fit
 from moesaic.training.head_recipe import head_recipe
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.result_cache import CachedResult, ResultCache
-from moesaic.training.sweep import CellWork, run_cells
 
 __all__ = ["ComparisonRuns", "Contender", "eval_every", "has_groups"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_numbers
+from moesaic.argument_checks import check_numbers
 from moesaic.training.callbacks import Callback
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, first_line
-from moesaic.data.datasets import Normalize
+from moesaic.argument_checks import check_choice, first_line
+from moesaic.data.image_dataset import Normalize
 from moesaic.files import atomic_path, write_atomic
 from moesaic.layers import SampleMoE
 from moesaic.models.deepmoe.exportable import exportable_deepmoe

@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_device, check_positive
-from moesaic.data.datasets import ImageDataset
+from moesaic.argument_checks import check_device, check_positive
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
@@ -29,7 +29,7 @@ from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.cuda_graphs import CudaGraphs
-from moesaic.training.distributed import OneProcess, ParallelName, attached, check_parallel, create_parallel
+from moesaic.training.data_parallel import OneProcess, ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gate_training import resolve_gate_recipe
@@ -111,7 +111,7 @@ def fit(
         cuda_graph: whether steps are recorded in CUDA graphs and replayed from them; None: on a GPU, in runs of 50
             steps or more. A step that cannot be replayed runs eagerly, and ``progress`` says why.
 
-    >>> from moesaic.data.datasets import LabelledImages, Normalize
+    >>> from moesaic.data.image_dataset import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
     >>> pixels = (100 * torch.rand(64, 1, 8, 8) + 100 * bright[:, None, None, None]).to(torch.uint8)
     >>> images = LabelledImages(pixels, bright, bright)

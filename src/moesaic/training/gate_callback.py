@@ -20,7 +20,7 @@ from moesaic.training.fit_result import Diverged
 from moesaic.training.gate_training import ClosedLayer, GateTraining
 
 if TYPE_CHECKING:
-    from moesaic.data.datasets import ImageDataset
+    from moesaic.data.image_dataset import ImageDataset
     from moesaic.training.trainer import Trainer
 
 __all__ = ["GateCallback", "GatesClosed"]

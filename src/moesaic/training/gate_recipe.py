@@ -19,7 +19,7 @@ logistic noise of scale 1, so that each is open with the probability sigmoid(sco
     cross-entropy + κ · (E[cost] − goal)² + γ · batch shaping + μ · cross-entropy of the embedding's own classifier
 
 where the goal falls from the cost of all gates open to ``target_macs``, and batch shaping draws the probabilities of
-a gate over the images of a batch towards Beta(α, β) (Bejnordi et al. 2020; `moesaic.training.batch_shaping`).
+a gate over the images of a batch towards Beta(α, β) (Bejnordi et al. 2020; `moesaic.training.batch_shaping_loss`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from moesaic.checks import check_choice, check_numbers
+from moesaic.argument_checks import check_choice, check_numbers
 
 __all__ = ["GateRecipe", "LayerWeights"]
 

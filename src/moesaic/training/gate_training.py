@@ -24,7 +24,7 @@ from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.channel_gate import ChannelMode, gate_l1_of_layers
 from moesaic.routing_record import Routing
-from moesaic.training.batch_shaping import batch_shaping_loss
+from moesaic.training.batch_shaping_loss import batch_shaping_loss
 from moesaic.training.distillation import distillation_loss, float_logits, teacher_logits
 from moesaic.training.gate_costs import (
     FullWeights,

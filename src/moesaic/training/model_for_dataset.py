@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.layers import RoutedHead
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.inspection import eval_mode
@@ -25,7 +25,7 @@ def spec_for_dataset(requested: ModelSpec | str, dataset: ImageDataset) -> tuple
     ``requested`` is a specification without what follows from the dataset, or a model string (`ModelSpec.parse`). The
     network is built and run on one image, so that a network that does not fit is refused at once.
 
-    >>> from moesaic.data.datasets import LabelledImages, Normalize
+    >>> from moesaic.data.image_dataset import LabelledImages, Normalize
     >>> labels, scale = torch.arange(4), Normalize((0.5,), (0.5,))
     >>> images = LabelledImages(torch.zeros(4, 1, 64, 64, dtype=torch.uint8), labels, labels)
     >>> dataset = ImageDataset(images, images, tuple("abcd"), tuple("abcd"), scale, scale)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moesaic.intervals import Curve, Estimate, difference, mean, percentage, saved_labels
 from moesaic.training.comparison_result import Comparison, Run
-from moesaic.training.sequential_trials import is_clear, more_trials, sequential_difference, trials_to_width
+from moesaic.training.group_sequential import is_clear, more_trials, sequential_difference, trials_to_width
 
 __all__ = [
     "Effort",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.insight.channel_explanation import GatedNetwork
 from moesaic.layers.recording import record_routing, routed_layers
 from moesaic.models.model_cost import count_macs

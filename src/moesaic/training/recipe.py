@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from moesaic.checks import check_choice, check_numbers, check_positive
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.training.gate_recipe import GateRecipe
 
 __all__ = ["OPTIMIZER_DEFAULTS", "LRSchedule", "OptimizerDefaults", "OptimizerName", "Precision", "Recipe"]

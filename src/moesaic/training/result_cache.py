@@ -6,7 +6,7 @@ another cell, and experiments that need the same cell share it. What exists is c
 file is written beside its place and then linked there; what was damaged afterwards is noticed by its own
 digest, set aside and done again.
 
-Several workers may share the folder (`moesaic.leases`, `moesaic.training.sweep`). Of two that do the same
+Several workers may share the folder (`moesaic.leases`, `moesaic.training.cell_runner`). Of two that do the same
 cell the first to finish writes it. Only the worker that has the lease of a cell sets a damaged file aside,
 for another one may be writing it.
 """

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.files import (
     add_json_digest,
     as_json,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.files import check_json_digest
 from moesaic.insight.routing_average import LayerRouting
 from moesaic.training.fit_result import Epoch, FitResult

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import printable
+from moesaic.argument_checks import printable
 from moesaic.tensor_files import open_tensors, write_tensors
 from moesaic.training.callbacks import Callback
 from moesaic.validated_json import InvalidFile, decode, refused_as
 
 if TYPE_CHECKING:
-    from moesaic.data.datasets import LabelledImages
+    from moesaic.data.image_dataset import LabelledImages
     from moesaic.training.trainer import Trainer
 
 __all__ = ["PREDICTIONS", "Mistake", "PredictionsCallback", "SavedPredictions", "read_predictions"]

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.training.callbacks import Callback
 
 if TYPE_CHECKING:

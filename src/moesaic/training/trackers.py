@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 
 __all__ = ["Tracker", "TrackerName", "check_tracker", "create_tracker"]
 

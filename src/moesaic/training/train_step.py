@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from moesaic.checks import first_line
+from moesaic.argument_checks import first_line
 from moesaic.layers.recording import routed_layers
 from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
-from moesaic.training.distributed import OneProcess, assign, local, shard_like
-from moesaic.training.optim import NormalizedGD
+from moesaic.training.data_parallel import OneProcess, assign, local, shard_like
+from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.recipe import Recipe
 from moesaic.training.step_graphs import GraphPlan, StepGraphs
 from moesaic.training.trainable_layers import layer_factors

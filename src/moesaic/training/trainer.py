@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.image_dataset import ImageDataset
 from moesaic.files import as_json
 from moesaic.insight.routing_average import LayerRouting
 from moesaic.models.inspection import eval_mode
@@ -23,7 +23,7 @@ from moesaic.training.backbone_features import FeatureBatches, one_thread
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
-from moesaic.training.distributed import OneProcess
+from moesaic.training.data_parallel import OneProcess
 from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.interruption import stop_requested, stoppable
 from moesaic.training.progress import Progress

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.ops.patch.inference import CachedValue
+from moesaic.ops.patch.cpu_inference import CachedValue
 
 
 class Doubled:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.claims_synthetic import CHECKS
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, Plan, plan
 from moesaic.papers.engine.cells import CellArrays

@@ -8,9 +8,9 @@ import pytest
 from papers.chen2022.example_results import Array, around, tables
 
 from moesaic import keyed_random
-from moesaic.papers.chen2022.claims_ablations import CHECKS
+from moesaic.papers.chen2022.claims_print_vs_released import CHECKS
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED
-from moesaic.papers.chen2022.experiments_ablations import (
+from moesaic.papers.chen2022.experiments_print_vs_released import (
     BALANCE_FORMS,
     FIGURE_1_FORMS,
     GROUP_FORMS,
@@ -20,8 +20,8 @@ from moesaic.papers.chen2022.experiments_ablations import (
 )
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.experiments_synthetic import plan as synthetic_plan
-from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
+from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache

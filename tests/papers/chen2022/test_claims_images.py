@@ -25,8 +25,8 @@ from moesaic.papers.chen2022.experiments_images import (
 )
 from moesaic.papers.chen2022.figures_images import charts
 from moesaic.papers.chen2022.image_training import ImageSchedule
-from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 

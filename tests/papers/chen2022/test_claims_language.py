@@ -12,7 +12,7 @@ from moesaic.insight import DispatchTable
 from moesaic.papers.chen2022.claims_language import CHECKS, PUBLISHED
 from moesaic.papers.chen2022.experiments_language import LanguageCell, LanguageResult, plan, purity
 from moesaic.papers.chen2022.figures_language import charts
-from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 

@@ -11,11 +11,11 @@ from moesaic import keyed_random
 from moesaic.papers.chen2022.claims_theory import CHECKS
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
 from moesaic.papers.chen2022.experiments_ensembles import EnsembleCell, plan
-from moesaic.papers.chen2022.mixture_networks import Mixture
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixture
 from moesaic.papers.engine.cells import CellArrays
-from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 

@@ -14,9 +14,9 @@ from moesaic import keyed_random
 from moesaic.papers.chen2022 import experiments_synthetic as chen2022_cells
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.experiments_synthetic import ENGINE, MixtureCell
-from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.theory.smoothing import routing_probabilities
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
 from moesaic.papers.engine.cells import CellArrays
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from moesaic import keyed_random
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022 import figures_synthetic as chen2022_charts
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.figures_synthetic import charts
-from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.paper import PAPER
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
+from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
 from moesaic.papers.engine.cells import CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart, Panel

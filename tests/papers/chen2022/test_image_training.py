@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset, LabelledImages
+from moesaic.data.image_dataset import ImageDataset, LabelledImages
 from moesaic.layers import SampleMoE
 from moesaic.models import SmallCNN
 from moesaic.papers.chen2022.image_training import ImageSchedule, embed_images, evaluate_images, train_images

@@ -11,7 +11,7 @@ import torch
 from cifar_files import write_cifar10
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageDataset, LabelledImages
+from moesaic.data.image_dataset import ImageDataset, LabelledImages
 from moesaic.models.image_classifier import ImageClassifier
 from moesaic.papers.chen2022 import image_networks
 from moesaic.papers.chen2022.claims_released_images import CHECKS, GPU_HOURS
@@ -19,8 +19,8 @@ from moesaic.papers.chen2022.experiments_images import ImageCell, ImageResult, R
 from moesaic.papers.chen2022.figures_images import charts
 from moesaic.papers.chen2022.image_networks import BlackImageMoE, image_network, released_image_mixture
 from moesaic.papers.chen2022.image_training import ImageSchedule, ReleasedImageSchedule, evaluate_images, train_images
-from moesaic.papers.engine.claims import NEEDS_SHORT_PRESET, ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import NEEDS_SHORT_PRESET, ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.batches import generator_seed

@@ -2,10 +2,10 @@
 
 import pytest
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.experiments_synthetic import INIT_SCALES, SIZES, MixtureCell, plan
 from moesaic.papers.chen2022.paper import PAPER
-from moesaic.papers.engine.claims import NEEDS_SHORT_PRESET
+from moesaic.papers.engine.paper import NEEDS_SHORT_PRESET
 from moesaic.papers.reproduce import PAPERS
 
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from moesaic import keyed_random
 from moesaic.papers.chen2022 import trial_training as engine
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
-from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
 from moesaic.training import NoProgress
 
 SOURCE = ClusterPatches(clusters=3, patches=5, dim=7, sigma_p=0.5)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from moesaic.data import builtin_datasets, load
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import experiments_images
 from moesaic.papers.chowdhury2023.claims_images import CHECKS, MAJORITY, MINORITY
 from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
@@ -33,8 +33,8 @@ from moesaic.papers.chowdhury2023.experiments_images import (
     plan,
 )
 from moesaic.papers.chowdhury2023.figures_images import charts
-from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.recipe import Recipe

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.fidelity import Fidelity
-from moesaic.papers.chowdhury2023 import claims_theory, experiments_mnist
+from moesaic.paper_fidelity import Fidelity
+from moesaic.papers.chowdhury2023 import claims_theory, experiments_two_layer
 from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
-from moesaic.papers.chowdhury2023.experiments_mnist import (
+from moesaic.papers.chowdhury2023.experiments_two_layer import (
     SIZES,
     ClaimCheck,
     ExperimentResults,
@@ -380,7 +380,7 @@ def test_suggestions_are_made_from_each_trials_own_training_samples(monkeypatch:
         assert torch.equal(patches, data.pool[data.index[trial]])
         return SimpleNamespace(l=10 + trial)
 
-    monkeypatch.setattr(experiments_mnist, "suggest_patches_per_expert", suggest)
+    monkeypatch.setattr(experiments_two_layer, "suggest_patches_per_expert", suggest)
     cell = SuggestionCell(300, 4)
     measured = cell.measure(SimpleNamespace(data_dir=None, seed=3))  # type: ignore[arg-type]
     assert cell.result(measured).suggested.tolist() == [10, 11, 12, 13]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moesaic.papers.chowdhury2023.experiments_mnist import ExperimentResults, Result
+from moesaic.papers.chowdhury2023.experiments_two_layer import ExperimentResults, Result
 from moesaic.papers.chowdhury2023.figures_mnist import charts
 from moesaic.papers.chowdhury2023.paper import PAPER
 from moesaic.report.chart import Chart

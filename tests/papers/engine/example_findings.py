@@ -3,7 +3,7 @@
 import math
 import random
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.glossary import GLOSSARY
 from moesaic.papers.engine.findings import Finding, Source
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series

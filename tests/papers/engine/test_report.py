@@ -16,7 +16,7 @@ from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.report import write_report
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
-from moesaic.report.style import ON_DARK
+from moesaic.report.chart_style import ON_DARK
 
 NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from moesaic.papers.engine.cells import Cell
-from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.token_routing.claims import CHECKS
+from moesaic.papers.token_routing.continued_training import Branch, Stage, TokenCell, TokenResult
 from moesaic.papers.token_routing.experiments import COMPARED_COSTS, LABELS, SIZES, VIT_ARMS, CostCell, gpu_hours, plan
 from moesaic.papers.token_routing.paper import PAPER, charts, compact
-from moesaic.papers.token_routing.trial_training import Branch, Stage, TokenCell, TokenResult
 from moesaic.papers.token_routing.vit_recipe import FINE_TUNING_LR, vit_recipe
 from moesaic.training import NoProgress, ResultCache
 

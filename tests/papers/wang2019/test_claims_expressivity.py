@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from moesaic.papers.engine.cells import CellArrays
-from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.paper import ExperimentResults
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS
 from moesaic.papers.wang2019 import claims_expressivity
 from moesaic.papers.wang2019.claims_expressivity import CHECKS
 from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell, plan
 from moesaic.papers.wang2019.paper import PAPER, charts
-from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
+from moesaic.papers.wang2019.theory.mask_collisions import all_distinct_probability, coin_confusion
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.training import NoProgress, ResultCache
 

@@ -15,12 +15,12 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.models.resnet import LARGE_IMAGE, conv_bn
 from moesaic.ops import kernels_available
 from moesaic.ops.channel.bn_folding import batch_norm_tensors
-from moesaic.ops.eager import is_plain_eager
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.eager_conditions import is_plain_eager
+from moesaic.ops.hook_detection import has_hooks
 from moesaic.ops.triton_backend import norm_relu
 
 __all__ = ["ConstantEmbedding", "EmbeddingNetwork", "embedding_macs", "embedding_widths", "unit_scale"]

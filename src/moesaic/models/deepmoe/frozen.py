@@ -3,7 +3,7 @@
 Masked execution computes every channel. A frozen network has its weights folded and laid out once, so that open
 channels can be gathered without asking whether a weight has changed, a hook is registered or a gradient is needed:
 
-- one image through a sequential network: GEMMs of the open blocks (`moesaic.models.deepmoe.frozen_sequence`)
+- one image through a sequential network: GEMMs of the open blocks (`moesaic.models.deepmoe.frozen_cpu_sequential`)
 - a batch, or a network with shortcuts: convolutions of the channels that any sample opens
   (`moesaic.ops.channel.gathered_conv`); samples that open the same channels run together where that is cheaper
 - on a GPU: kernels in which every image has its own open blocks (`moesaic.models.deepmoe.frozen_gpu`)
@@ -22,9 +22,9 @@ from moesaic import context_stacks
 from moesaic.layers.channel_moe import ChannelMoE, FrozenChannelMoE
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.models.deepmoe.backbone_trace import sparse_modules, trace_layers, with_open_channels
+from moesaic.models.deepmoe.frozen_cpu_sequential import FrozenConv, FrozenSequence
 from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
 from moesaic.models.deepmoe.frozen_gpu import FrozenGPUDeepMoE
-from moesaic.models.deepmoe.frozen_sequence import FrozenConv, FrozenSequence
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops import autocast_off
 from moesaic.ops.channel import costs

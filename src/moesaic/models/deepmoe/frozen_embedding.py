@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.models.deepmoe.embedding_network import ConstantEmbedding, EmbeddingNetwork, unit_scale
-from moesaic.ops.channel.block_conv import WHOLE_BLOCK, BlockConv, BlockMap, OpenBlocks
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
+from moesaic.ops.channel.cpu_block_conv import WHOLE_BLOCK, BlockConv, BlockMap, OpenBlocks
 from moesaic.ops.channel.workspace import Workspace
 from moesaic.ops.dispatch import ChannelConv
 

@@ -1,6 +1,6 @@
 """A `DeepMoE` for inference on a GPU, every image with its own open channels.
 
-Nothing is decided on the host: the lists of open blocks are made on the device (`moesaic.ops.triton.channel_blocks`),
+Nothing is decided on the host: `moesaic.ops.triton.open_channel_blocks` makes the lists of open blocks on the device,
 and convolutions read them there (`moesaic.ops.triton.channel_conv`). So a batch runs without waiting for the GPU, and
 is replayed from a CUDA graph (`moesaic.layers.inference_graphs`). Where the kernels do not apply (no Triton, float64,
 blocks of fewer than `LEAST_BLOCK` channels) closed channels are computed and multiplied by zero.
@@ -18,9 +18,9 @@ from moesaic import context_stacks
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.layers.inference_graphs import CudaInference, InferenceGraphs
 from moesaic.models.deepmoe.backbone_trace import sparse_modules, trace_layers, with_open_channels
+from moesaic.models.deepmoe.conv_fusion import fuse_followers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, unit_scale
 from moesaic.models.deepmoe.fused_conv import FusedConv, OpenedBlocks
-from moesaic.models.deepmoe.fused_graph import fuse_followers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops import autocast_off
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm

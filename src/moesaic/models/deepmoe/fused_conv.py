@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.layers.recording import RoutedLayer
-from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
+from moesaic.ops.channel.gpu_conv_operands import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.routing_record import Routing
 

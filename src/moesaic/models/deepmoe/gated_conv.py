@@ -20,8 +20,8 @@ from moesaic.ops.channel.bn_folding import batch_norm_tensors
 from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.channel.masked import closed_gradients
 from moesaic.ops.dispatch import run_channels
-from moesaic.ops.eager import is_plain_eager
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.eager_conditions import is_plain_eager
+from moesaic.ops.hook_detection import has_hooks
 from moesaic.ops.triton_backend import norm_relu
 from moesaic.routing_record import Routing
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx, nn
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import (
     ConstantEmbedding,
@@ -43,7 +43,7 @@ from moesaic.models.model_cost import count_macs
 from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.global_batch import grad_sync_expected, with_zero_gradients
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hook_detection import has_hooks
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
 from moesaic.routing.joint_channel_gates import route_channels
 from moesaic.routing_record import Routing

@@ -32,16 +32,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
-from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
 from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
 from moesaic.ops import GateOn, kernels_available
-from moesaic.ops.hooks import has_hooks
+from moesaic.ops.hook_detection import has_hooks
+from moesaic.paper_fidelity import Fidelity
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing.registry import DEFAULT_ROUTER, build_router, has_patch_count

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
-from moesaic.layers.routed_map import choice_for_experts
+from moesaic.layers.map_routing import choice_for_experts
 from moesaic.ops import (
     ConvWeights,
     Norm,
@@ -26,7 +26,7 @@ from moesaic.ops import (
     select_backend,
 )
 from moesaic.ops.channel.bn_folding import batch_norm_tensors
-from moesaic.ops.eager import is_plain_eager
+from moesaic.ops.eager_conditions import is_plain_eager
 from moesaic.ops.triton_backend import TritonBackend, patch_operands, patch_options
 from moesaic.routing import SoftRouter
 from moesaic.routing_record import Routing
@@ -92,7 +92,7 @@ def _trained_at_once(layer: PatchMoE, x: Tensor, output_norm: Norm) -> Tensor | 
         return None
     if norm is not None and (not norm.training or norm.batch is not None):
         return None
-    from moesaic.models.wide_resnet.triton.routed_pooled import Factors, Running, routed_pooled
+    from moesaic.models.wide_resnet.triton.pooled_head_training import Factors, Running, routed_pooled
 
     weights = experts.weights.to(autocast_dtype(x) or x.dtype)
     after = Running(None, None, output_norm.running_mean, output_norm.running_var, output_norm.batches)

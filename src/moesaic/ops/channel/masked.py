@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.ops.eager import in_vmap
+from moesaic.ops.eager_conditions import in_vmap
 from moesaic.routing_record import Routing
 
 __all__ = [

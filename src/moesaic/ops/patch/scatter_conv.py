@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
 from moesaic.ops.dispatch import PatchSpec
-from moesaic.ops.eager import is_eager_cpu
+from moesaic.ops.eager_conditions import is_eager_cpu
 
 __all__ = [
     "ScatterIndex",

@@ -21,22 +21,22 @@ one more row of the values, row M (M1 = M + 8 keeps rows aligned), and the backg
 it, so that the matmuls give the gradients of weights and norm without a correction. The experts' output for it is the
 background map.
 
-    launch            dimensions, tiles and accumulator types that every launch needs
-    operands          structures that operators take, and their flat form
-    expert_choice     scores, top patches, gates; and their gradients
-    gather            map → values; gradient of values → gradient of the map
-    scatter           contributions → map; gradient of the map → gradient of contributions
-    background        output of experts where they selected nothing, and its gradient
-    pointwise         gather, matmul and scatter in one for 1×1 kernels
-    norm              statistics of masked maps, and the gradient through them
-    fused_backward    backward pass through norm, gates and router at once, for patches of many pixels
-    activation        of expert MLPs, with the bias
-    mlp               matmuls of expert MLPs
-    patch_backward    backward pass through the matmuls to map, gates, router, norm and weights
-    autograd_ops      all of it as torch operators with gradients
+    launch                dimensions, tiles and accumulator types that every launch needs
+    operands              structures that operators take, and their flat form
+    expert_choice         scores, top patches, gates; and their gradients
+    gather                map → values; gradient of values → gradient of the map
+    scatter               contributions → map; gradient of the map → gradient of contributions
+    expert_background     output of experts where they selected nothing, and its gradient
+    pointwise_experts     gather, matmul and scatter in one for 1×1 kernels
+    norm                  statistics of masked maps, and the gradient through them
+    norm_router_backward  backward pass through norm, gates and router at once, for patches of many pixels
+    activation            of expert MLPs, with the bias
+    mlp                   matmuls of expert MLPs
+    patch_backward        backward pass through the matmuls to map, gates, router, norm and weights
+    patch_ops             all of it as torch operators with gradients
 
 Channel gates, for inference alone (`moesaic.models.deepmoe.frozen_gpu`); their files say how tensors are laid out:
 
-    channel_blocks    scores → lists of the open blocks of all layers
-    channel_conv      convolution of the open blocks of each image
+    open_channel_blocks   scores → lists of the open blocks of all layers
+    channel_conv          convolution of the open blocks of each image
 """

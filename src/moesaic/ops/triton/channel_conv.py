@@ -4,7 +4,7 @@
     y = maxpool(relu(z + residual)), where residual, ReLU and 2×2 pooling are optional
 
 Layouts: x (B, H, W, C) by its strides; residual and y (B, H', W', O), y after pooling; weight and bias as in
-`moesaic.ops.channel.blocked_conv`; order, gates and counts (`OpenBlockLists`) say which blocks an image opens.
+`moesaic.ops.channel.gpu_conv_operands`; order, gates and counts (`OpenBlockLists`) say which blocks an image opens.
 
 A program computes a tile of pixels of one image and of its open output channels, numbered without gaps: column n is
 channel n mod block of the image's open block n div block, and likewise for the rows of the weights. Neither closed
@@ -32,7 +32,14 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops import tile_sizes
-from moesaic.ops.channel.blocked_conv import BlockedConv, ConvGeometry, Epilogue, Gating, LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.gpu_conv_operands import (
+    BlockedConv,
+    ConvGeometry,
+    Epilogue,
+    Gating,
+    LayerBlocks,
+    OpenBlockLists,
+)
 from moesaic.ops.tile_sizes import Tile, tile
 from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import INTERPRETED, PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc

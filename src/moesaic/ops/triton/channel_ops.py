@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from moesaic.ops.direct_operator import direct_operator, joint_operator
+from moesaic.ops.triton import channel_topk_gates as gate_kernels
 from moesaic.ops.triton import gated_norm as kernels
-from moesaic.ops.triton import topk_gates as gate_kernels
 from moesaic.ops.triton.launch import acc_dtype, placeholder, to_nchw, to_nhwc
 
 __all__ = ["gated_map_norm", "gated_norm", "map_statistics", "topk_gates"]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.ops.triton import expert_choice, fused_backward
-from moesaic.ops.triton.background import background_map
+from moesaic.ops.triton import expert_choice, norm_router_backward
+from moesaic.ops.triton.expert_background import background_map
 from moesaic.ops.triton.expert_choice import router_by_pixel
 from moesaic.ops.triton.gather import gather, gather_backward, gather_backward_tile
 from moesaic.ops.triton.launch import SideStream, acc_dtype, ceil_div, empty_map_like, placeholder, to_nchw
@@ -60,7 +60,7 @@ class InputBackward:
         router_columns: int = 0,
     ) -> None:
         self.routed, self.gate_dots, self.centre = routed, gate_dots, centre
-        self.fused = fused_backward.applies(routed)
+        self.fused = norm_router_backward.applies(routed)
         self.kernels = None if routed.router is None else router_by_pixel(routed.router)
         self.owners: tuple[Tensor, Tensor] | None = None
         self.grad_x: Tensor | None = None
@@ -94,7 +94,7 @@ class InputBackward:
         """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
         routed, terms = self.routed, None
         if self.fused:
-            gradients = fused_backward.fused_gradients(grad_rows, routed, centre=self.centre)
+            gradients = norm_router_backward.fused_gradients(grad_rows, routed, centre=self.centre)
             self.grad_x, self.grad_router = gradients.x, gradients.router
             self.grad_norm_weight, self.grad_norm_bias = gradients.norm_weight, gradients.norm_bias
             return
@@ -212,7 +212,7 @@ class MatmulBackward:
             return
         with self.side:
             self.taps = weight_to_taps(weight)
-            fused = fused_backward.applies(routed)
+            fused = norm_router_backward.applies(routed)
             self.owners = None if fused else expert_choice.patch_owners(routed.slots, routed.index.shape[2])
             if need_weight and not self.has_values:
                 self.values = self._gather_again(range(weight.shape[0]))

@@ -30,15 +30,15 @@ from moesaic.papers.chen2022.experiments_images import (
     runs_of,
 )
 from moesaic.papers.chen2022.figures_images import NETWORKS
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.decision_rules import CheckResult, above_zero, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 
 __all__ = ["CHECKS", "NOTE", "PUBLISHED"]
 
-ExperimentResults = claims.ExperimentResults[ImageResult]
-ClaimCheck = claims.ClaimCheck[ImageResult]
-Plan = claims.Plan[ImageResult]
+ExperimentResults = paper.ExperimentResults[ImageResult]
+ClaimCheck = paper.ClaimCheck[ImageResult]
+Plan = paper.Plan[ImageResult]
 
 PUBLISHED: dict[tuple[TaskName, str], tuple[float, float]] = {
     ("cifar10", "cnn"): (80.68, 80.31),

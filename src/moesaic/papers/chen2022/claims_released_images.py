@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from moesaic.intervals import Sample, difference, percentage
 from moesaic.papers.chen2022.experiments_images import RELEASED_RUNS, ImageResult, released_runs_of
 from moesaic.papers.chen2022.figures_images import NETWORKS
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.decision_rules import MEAN_RULE, CheckResult, above_zero, same_mean
 from moesaic.papers.engine.findings import Claim
 
 __all__ = ["CHECKS", "GPU_HOURS", "PUBLISHED"]
 
-ExperimentResults = claims.ExperimentResults[ImageResult]
-ClaimCheck = claims.ClaimCheck[ImageResult]
+ExperimentResults = paper.ExperimentResults[ImageResult]
+ClaimCheck = paper.ClaimCheck[ImageResult]
 
 PUBLISHED: dict[str, dict[str, tuple[float, float]]] = {
     "resnet18": {"single": (88.23, 0.96), "mixture": (92.60, 2.01)},

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.data.splits import Split
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches, ClusterSetting
-from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
-from moesaic.papers.engine import claims
+from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 
@@ -134,7 +134,7 @@ SIZES: dict[str, EnsembleSizes] = {
 }
 
 
-def plan(preset: str, fidelity: Fidelity) -> claims.Plan[CellArrays]:
+def plan(preset: str, fidelity: Fidelity) -> paper.Plan[CellArrays]:
     """Returns the cells of a preset, by names such as "ensemble/cubic": networks of Table 7, as printed."""
     if fidelity != "print":
         return {}

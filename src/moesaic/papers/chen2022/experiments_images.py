@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, find_cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset, Transform
+from moesaic.data.image_dataset import ImageDataset, Transform
 from moesaic.data.splits import Split
-from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.rotated_cifar import blur_and_normalize, cifar10_dataset, cifar10_rotate_task
 from moesaic.papers.chen2022.image_networks import image_mixture, image_network, released_image_mixture
 from moesaic.papers.chen2022.image_training import (
@@ -32,7 +32,7 @@ from moesaic.papers.chen2022.image_training import (
     embed_images,
     train_images,
 )
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.runner import Runner
 
 __all__ = [
@@ -229,13 +229,13 @@ class ReleasedImageCell(ImageCell):
         return {"blurred": blur_and_normalize}
 
 
-def released_runs_of(experiment: claims.ExperimentResults[ImageResult], network: str, kind: str) -> list[ImageResult]:
+def released_runs_of(experiment: paper.ExperimentResults[ImageResult], network: str, kind: str) -> list[ImageResult]:
     """The trials of a network as released; ``kind`` is one of `RELEASED_KINDS`."""
     return experiment.series(f"images/released/{network}/{kind}")[1]
 
 
 def runs_of(
-    experiment: claims.ExperimentResults[ImageResult], task: TaskName, network: str, kind: str
+    experiment: paper.ExperimentResults[ImageResult], task: TaskName, network: str, kind: str
 ) -> list[ImageResult]:
     """The trials of a network, alone ("single") or as a "mixture"."""
     return experiment.series(f"images/{task}/{network}/{kind}")[1]
@@ -336,7 +336,7 @@ RELEASED_KINDS = ("single", "mixture", "no-black")
 _RELEASED_RATE = 0.01
 
 
-def plan(preset: str, fidelity: Fidelity) -> claims.Plan[ImageResult]:
+def plan(preset: str, fidelity: Fidelity) -> paper.Plan[ImageResult]:
     """The cells there are, by name: task or "released", network, single or mixture, trial."""
     if fidelity == "released":
         return _released_plan() if preset == "full" else {}

@@ -27,12 +27,12 @@ from torch.nn import functional as F
 
 from moesaic import keyed_random
 from moesaic.experts import LinearExperts
-from moesaic.fidelity import Fidelity
 from moesaic.insight import DispatchTable, dispatch_table
 from moesaic.layers import SampleMoE, record_routing
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.sentence_embeddings import Embeddings, embed_sentences
 from moesaic.papers.chen2022.data.sentiment_sentences import SOURCES, Sentences, find_sentences, load_sentences
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.routing import SampleRouter, load_balance_loss
 from moesaic.training import NormalizedGD
@@ -345,9 +345,9 @@ def _drawn(part: _Part, chosen: Tensor) -> dict[str, Any]:
     return {"points": points.tolist()} | {name: values[:_DRAWN].tolist() for name, values in arrays.items()}
 
 
-Plan = claims.Plan[LanguageResult]
-ExperimentResults = claims.ExperimentResults[LanguageResult]
-ClaimCheck = claims.ClaimCheck[LanguageResult]
+Plan = paper.Plan[LanguageResult]
+ExperimentResults = paper.ExperimentResults[LanguageResult]
+ClaimCheck = paper.ClaimCheck[LanguageResult]
 
 
 def plan(preset: str, fidelity: Fidelity) -> dict[str, LanguageCell]:

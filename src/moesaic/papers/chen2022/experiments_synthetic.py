@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.fidelity import Fidelity
 from moesaic.insight import expert_accuracy, inner_products
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches, ClusterSetting
-from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures
 from moesaic.papers.chen2022.theory.additive_classifiers import AdditiveClassifier
 from moesaic.papers.chen2022.theory.exploration_stage import exploration_steps, initial_groups
 from moesaic.papers.chen2022.theory.smoothing import routing_probabilities, steepest_scores
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
-from moesaic.papers.engine import claims
+from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture, Mixtures
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays, to_arrays
 from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.runner import Runner
@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
-Plan = claims.Plan[CellArrays]
-ExperimentResults = claims.ExperimentResults[CellArrays]
-ClaimCheck = claims.ClaimCheck[CellArrays]
+Plan = paper.Plan[CellArrays]
+ExperimentResults = paper.ExperimentResults[CellArrays]
+ClaimCheck = paper.ClaimCheck[CellArrays]
 
 ENGINE = 1
 """Version of the training code. Raised when results change, so that older cells in the result cache are not used."""

@@ -16,8 +16,8 @@ from moesaic import keyed_random
 from moesaic.insight.embedding_map import tsne
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
-from moesaic.papers.chen2022.mixture_networks import Mixtures
 from moesaic.papers.chen2022.trial_training import train_mixtures
+from moesaic.papers.chen2022.two_layer_networks import Mixtures
 from moesaic.report.chart import Chart, Group, Panel, Points, Regions
 
 __all__ = ["figure_1"]

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.fidelity import Fidelity
 from moesaic.insight.embedding_map import tsne
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.experiments_images import (
     EXPERTS,
     FROG,
@@ -21,13 +21,13 @@ from moesaic.papers.chen2022.experiments_images import (
     released_runs_of,
     runs_of,
 )
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
 
 __all__ = ["NETWORKS", "charts"]
 
 Array = NDArray[np.float64]
-ExperimentResults = claims.ExperimentResults[ImageResult]
+ExperimentResults = paper.ExperimentResults[ImageResult]
 
 NETWORKS = {"cnn": "the two-layer CNN", "mobilenetv2": "MobileNetV2", "resnet18": "ResNet18"}
 

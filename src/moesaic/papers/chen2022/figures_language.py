@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.fidelity import Fidelity
 from moesaic.insight.embedding_map import tsne
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.claims_language import PUBLISHED
 from moesaic.papers.chen2022.experiments_language import (
     CELL,

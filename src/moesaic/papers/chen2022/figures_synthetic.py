@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED, entropies, final_entropy
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches, ClusterSetting
 from moesaic.papers.chen2022.experiments_synthetic import ACTIVATIONS, ExperimentResults

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] # torch's only name for all
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers import SampleMoE
 from moesaic.models.image_classifier import ImageClassifier
 from moesaic.models.mobilenet import MobileNetV2

@@ -16,13 +16,13 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_positive
-from moesaic.data.datasets import ImageDataset, Transform
+from moesaic.argument_checks import check_choice, check_positive
+from moesaic.data.image_dataset import ImageDataset, Transform
 from moesaic.layers import SampleMoE
 from moesaic.layers.recording import record_routing
 from moesaic.training import Callback, Progress, Recipe, evaluate, fit
 from moesaic.training.batches import eval_batches, generator_seed
-from moesaic.training.optim import GradientNorm
+from moesaic.training.normalized_gd import GradientNorm
 from moesaic.training.train_step import set_learning_rate
 from moesaic.training.trainer import Trainer
 

@@ -1,9 +1,9 @@
 """Chen et al. 2022, "Towards Understanding Mixture of Experts in Deep Learning".
 
-Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`; `claims_ablations` undoes single
-differences between print and code), CIFAR-10 and CIFAR-10-Rotate (`claims_images` as printed, `claims_released_images`
-as released), and sentences in three languages (`claims_language`). Every trial has its own random samples; the released
-code trains ten times on one dataset.
+Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`; `claims_print_vs_released` undoes
+single differences between print and code), CIFAR-10 and CIFAR-10-Rotate (`claims_images` as printed,
+`claims_released_images` as released), and sentences in three languages (`claims_language`). Every trial has its own
+random samples; the released code trains ten times on one dataset.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022 import (
-    claims_ablations,
     claims_images,
     claims_language,
+    claims_print_vs_released,
     claims_released_images,
     claims_synthetic,
     claims_theory,
-    experiments_ablations,
     experiments_ensembles,
     experiments_images,
     experiments_language,
+    experiments_print_vs_released,
     experiments_synthetic,
     figures_images,
     figures_language,
@@ -31,7 +31,7 @@ from moesaic.papers.chen2022 import (
 )
 from moesaic.papers.chen2022.causes import CAUSES
 from moesaic.papers.chen2022.glossary import GLOSSARY
-from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
+from moesaic.papers.engine.paper import ExperimentResults, Paper, Plan
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
@@ -43,7 +43,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     return {
         **experiments_synthetic.plan(preset, fidelity),
         **experiments_ensembles.plan(preset, fidelity),
-        **experiments_ablations.plan(preset, fidelity),
+        **experiments_print_vs_released.plan(preset, fidelity),
         **experiments_images.plan(preset, fidelity),
         **experiments_language.plan(preset, fidelity),
     }
@@ -103,7 +103,7 @@ PAPER: Paper[Any] = Paper(
     checks=(
         *claims_synthetic.CHECKS,
         *claims_theory.CHECKS,
-        *claims_ablations.CHECKS,
+        *claims_print_vs_released.CHECKS,
         *claims_images.CHECKS,
         *claims_released_images.CHECKS,
         *claims_language.CHECKS,

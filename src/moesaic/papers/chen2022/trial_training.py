@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_device, check_positive
-from moesaic.fidelity import Fidelity
+from moesaic.argument_checks import check_choice, check_device, check_positive
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
-from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
+from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture, Mixtures, activate
 from moesaic.papers.engine.thread_pool import SharedProgress, check_trials, flushing_denormals, run_in_threads
 from moesaic.training.progress import NoProgress, Progress
 

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.fidelity import Fidelity
 from moesaic.intervals import Curve, Estimate
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.experiments_images import EPOCHS, SEEN, TRIALS, Arm, WideResult, runs_of, sizes_of
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim
 
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 Array: TypeAlias = NDArray[np.float64]
-ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
-ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
+ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
+ClaimCheck: TypeAlias = paper.ClaimCheck[Any]
 
 LENGTH = (
     f"With --preset full {EPOCHS} epochs, and the paper's N as far as the data hold them. With --preset short {EPOCHS} "

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from moesaic.fidelity import Fidelity
 from moesaic.intervals import Estimate, mean, sample_ratio
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import claims_training_cost
 from moesaic.papers.chowdhury2023.claims_image_rules import (
     LENGTH,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import Curve, Estimate, bootstrap, mean, sample_ratio, samples_at
-from moesaic.papers.chowdhury2023.experiments_mnist import (
+from moesaic.papers.chowdhury2023.experiments_two_layer import (
     LEVEL,
     ClaimCheck,
     ExperimentResults,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moesaic.intervals import mean
-from moesaic.papers.chowdhury2023.experiments_mnist import (
+from moesaic.papers.chowdhury2023.experiments_two_layer import (
     COUPLED_WIDTH,
     PATTERNS,
     ClaimCheck,

@@ -28,13 +28,13 @@ from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.celeba import read_celeba
 from moesaic.data.cifar10 import load_cifar10
-from moesaic.data.datasets import Augment, ImageDataset, LabelledImages, Normalize
+from moesaic.data.image_dataset import Augment, ImageDataset, LabelledImages, Normalize
 from moesaic.data.load import Normalization, load_images
-from moesaic.fidelity import Fidelity
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.training.fit import Epoch, fit
 from moesaic.training.recipe import Recipe
@@ -323,12 +323,12 @@ def check_data(data_dir: Path) -> None:
             load_cifar10(split, data_dir)
 
 
-def runs_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm, samples: int) -> list[WideResult]:
+def runs_of(experiment: paper.ExperimentResults[Any], task: str, arm: Arm, samples: int) -> list[WideResult]:
     """Returns the trials of a network on a number of samples."""
     return experiment.series(f"wide/{task}/{arm}/{samples}")[1]
 
 
-def sizes_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm = "pmoe") -> list[int]:
+def sizes_of(experiment: paper.ExperimentResults[Any], task: str, arm: Arm = "pmoe") -> list[int]:
     """Returns the numbers of samples with runs, in increasing order."""
     start = f"wide/{task}/{arm}/"
     return sorted(
@@ -450,7 +450,7 @@ def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm, preset: str = 
     return Recipe(long, 128, "sgd", lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup_epochs=0.0)
 
 
-def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:
+def plan(preset: str, fidelity: Fidelity) -> paper.Plan[WideResult | StepResult]:
     """Returns the cells of a preset, by names of task, network, samples and trial."""
     if preset == "quick":
         return {}

@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.claims_images import MAJORITY, MINORITY
 from moesaic.papers.chowdhury2023.experiments_images import CONVERGED, FIGURES, Arm, WideResult, runs_of, sizes_of
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]
 
 Array = NDArray[np.float64]
-ExperimentResults = claims.ExperimentResults[Any]
+ExperimentResults = paper.ExperimentResults[Any]
 
 _PAPER = "chowdhury2023"
 _LINES: dict[tuple[Fidelity, Arm], tuple[str, str]] = {

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from moesaic.fidelity import Fidelity
 from moesaic.intervals import samples_at
-from moesaic.papers.chowdhury2023.experiments_mnist import LEVEL, ExperimentResults, Result
+from moesaic.paper_fidelity import Fidelity
+from moesaic.papers.chowdhury2023.experiments_two_layer import LEVEL, ExperimentResults, Result
 from moesaic.report.chart import Blocks, Chart, Panel, Series
 
 __all__ = ["charts"]

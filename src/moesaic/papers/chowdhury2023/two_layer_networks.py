@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_positive
-from moesaic.fidelity import Fidelity
+from moesaic.argument_checks import check_choice, check_positive
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.closed_form_router import router_init_std
 from moesaic.routing.router import stable_topk
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from moesaic.checks import check_choice
+from moesaic.argument_checks import check_choice
 from moesaic.papers.engine.findings import Claim, Source
 
 __all__ = ["select_claims", "select_papers"]

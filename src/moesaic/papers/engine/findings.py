@@ -14,8 +14,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from moesaic.fidelity import Fidelity
 from moesaic.files import write_json
+from moesaic.paper_fidelity import Fidelity
 from moesaic.validated_json import read_records
 
 __all__ = [

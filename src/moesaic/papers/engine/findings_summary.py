@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moesaic.papers.engine.findings import VERDICTS, Finding, Source
-from moesaic.papers.engine.verdict_text import (
+from moesaic.papers.engine.finding_formatting import (
     FIDELITY_LABELS,
     ClaimFindings,
     format_measured,
@@ -13,6 +12,7 @@ from moesaic.papers.engine.verdict_text import (
     group_by_paper,
     verdict_reason,
 )
+from moesaic.papers.engine.findings import VERDICTS, Finding, Source
 from moesaic.report.formatting import listed
 
 __all__ = ["not_run_lines", "summary_sentences"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.data.splits import Split
 
 __all__ = ["balanced_labels", "check_draw", "check_patches", "insert_patch", "key_blocks", "shuffled_cycles"]

@@ -19,12 +19,9 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
-from moesaic.fidelity import Fidelity
 from moesaic.files import write_atomic
-from moesaic.papers.engine.claims_table import verdict_counts
-from moesaic.papers.engine.findings import CAUSES, VERDICTS, Cause, Finding, Source, find_cause
-from moesaic.papers.engine.glossary import used_terms
-from moesaic.papers.engine.verdict_text import (
+from moesaic.paper_fidelity import Fidelity
+from moesaic.papers.engine.finding_formatting import (
     FIDELITY_DESCRIPTIONS,
     FIDELITY_LABELS,
     ClaimFindings,
@@ -36,6 +33,9 @@ from moesaic.papers.engine.verdict_text import (
     group_by_place,
     verdict_reason,
 )
+from moesaic.papers.engine.findings import CAUSES, VERDICTS, Cause, Finding, Source, find_cause
+from moesaic.papers.engine.glossary import used_terms
+from moesaic.papers.engine.terminal_tables import verdict_counts
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import panel_width, to_svg
 from moesaic.report.templates import render

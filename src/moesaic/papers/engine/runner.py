@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.papers.engine.time_budget import TimeBudget
 from moesaic.training import Progress, ResultCache
+from moesaic.training.cell_runner import CellWork, run_cells
 from moesaic.training.result_cache import CachedResult
-from moesaic.training.sweep import CellWork, run_cells
 
 __all__ = ["Runner"]
 

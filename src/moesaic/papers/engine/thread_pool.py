@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.training.progress import Progress
 
 __all__ = ["SharedProgress", "check_trials", "flushing_denormals", "run_in_threads"]

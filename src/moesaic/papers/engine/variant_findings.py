@@ -12,9 +12,9 @@ import numpy as np
 
 from moesaic.files import write_json
 from moesaic.intervals import Estimate, percentage
-from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Finding
+from moesaic.papers.engine.paper import ClaimCheck, ExperimentResults
 from moesaic.papers.engine.variants import Variant
 
 __all__ = ["VariantCell", "VariantFinding", "VariantResults", "rule_outcome", "variant_finding", "write_variants"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moesaic.files import write_atomic
+from moesaic.papers.engine.finding_formatting import FIDELITY_LABELS, format_estimate, format_measured, format_published
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.variant_findings import (
     VariantCell,
@@ -16,7 +17,6 @@ from moesaic.papers.engine.variant_findings import (
     rule_outcome,
     write_variants,
 )
-from moesaic.papers.engine.verdict_text import FIDELITY_LABELS, format_estimate, format_measured, format_published
 from moesaic.report.templates import render
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, cast, get_args, get_origin, get_type_hints
 
 from moesaic.papers.engine.cells import Cell
-from moesaic.papers.engine.claims import Plan
+from moesaic.papers.engine.paper import Plan
 from moesaic.papers.engine.runner import Runner
 
 __all__ = [

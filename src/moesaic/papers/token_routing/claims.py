@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import mean
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.decision_rules import AHEAD_RULE, CheckResult, above_zero, ahead_everywhere, at_least
 from moesaic.papers.engine.findings import Claim
+from moesaic.papers.token_routing.continued_training import Stage, TokenResult
 from moesaic.papers.token_routing.experiments import (
     COMPARED_COSTS,
     LABELS,
@@ -32,14 +33,13 @@ from moesaic.papers.token_routing.experiments import (
     gpu_hours,
     plan,
 )
-from moesaic.papers.token_routing.trial_training import Stage, TokenResult
-from moesaic.training.sequential_trials import LEVEL_MARGIN
+from moesaic.training.group_sequential import LEVEL_MARGIN
 
 __all__ = ["CHECKS", "COST_TOLERANCE", "LOSSLESS", "NOTE", "branch_stages", "label_accuracies", "stages"]
 
 Array: TypeAlias = NDArray[np.float64]
-ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
-ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
+ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
+ClaimCheck: TypeAlias = paper.ClaimCheck[Any]
 
 LOSSLESS = LEVEL_MARGIN
 """Loss of accuracy, in points, that counts as none."""

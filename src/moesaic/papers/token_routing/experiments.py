@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from moesaic.fidelity import Fidelity
 from moesaic.models.model_cost import count_macs
-from moesaic.papers.engine import claims
+from moesaic.paper_fidelity import Fidelity
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import AnalyticCell, Cell
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.token_routing.trial_training import SIDE, Branch, Option, TokenCell, converted, network
+from moesaic.papers.token_routing.continued_training import SIDE, Branch, Option, TokenCell, converted, network
 from moesaic.papers.token_routing.vit_recipe import FINE_TUNING_LR, vit_recipe
 from moesaic.training.recipe import Recipe
 
@@ -155,7 +155,7 @@ _ARMS: Mapping[str, _Arm] = MappingProxyType(
 )
 
 
-def plan(preset: str, fidelity: Fidelity) -> claims.Plan[Any]:
+def plan(preset: str, fidelity: Fidelity) -> paper.Plan[Any]:
     """Returns the cells by name: all in our form; in the quick preset the costs alone."""
     if fidelity != "best":
         return {}

@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate, percentage
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.token_routing.claims import branch_stages, label_accuracies, stages
+from moesaic.papers.token_routing.continued_training import Stage
 from moesaic.papers.token_routing.experiments import LABELS, VIT_ARMS
-from moesaic.papers.token_routing.trial_training import Stage
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]
 
-ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
+ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
 
 _PAPER = "token_routing"
 _ACCURACY = "Test accuracy (%)"

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moesaic.fidelity import Fidelity
-from moesaic.papers.engine.claims import ExperimentResults, Paper
+from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.engine.findings import GlossaryEntry
+from moesaic.papers.engine.paper import ExperimentResults, Paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.token_routing import claims, experiments, figures
-from moesaic.papers.token_routing.trial_training import check_data
+from moesaic.papers.token_routing.continued_training import check_data
 from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]

@@ -6,7 +6,7 @@ Convolutional networks that stand beside them follow it too, so that a differenc
 
 from __future__ import annotations
 
-from moesaic.data.datasets import Augment
+from moesaic.data.image_dataset import Augment
 from moesaic.data.load import Normalization
 from moesaic.training.recipe import Recipe
 

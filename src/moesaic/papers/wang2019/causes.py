@@ -44,7 +44,7 @@ CAUSES: tuple[Cause, ...] = (
         "fails",
         "paper",
         "Exact probabilities of independent channels differ from C(m, n)^(−L) by up to a factor of 609; for exactly n "
-        "open channels the formula holds (theory.channel_masks).",
+        "open channels the formula holds (theory.mask_collisions).",
     ),
     Cause(
         "table1-layers",

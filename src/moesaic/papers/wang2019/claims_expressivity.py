@@ -1,7 +1,7 @@
 """Claims of Wang et al. 2019's supplement that need no training: Section A.1 and Table 1.
 
 A.1 uses the rank of the tensor that represents a network (`channel_ranks`) and the probability that two inputs open
-the same channels (`channel_masks`). Its wording is too strong in these points:
+the same channels (`mask_collisions`). Its wording is too strong in these points:
 
 - the rank is n^(2^(L−1)) and not n^(2^L), only the first layer's width counts, and M features are a limit
 - C(m, n)^(−L) is the probability of uniform n-subsets, and not of channels that open "i.i.d. with respect to each"
@@ -18,20 +18,20 @@ import numpy as np
 
 from moesaic.intervals import Estimate, mean
 from moesaic.models.vgg import VGG16_WIDTHS
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import CellArrays
 from moesaic.papers.engine.decision_rules import CheckResult, below
 from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.power_law import power_law_exponent
 from moesaic.papers.wang2019.experiments_expressivity import BlindCell, CollisionCell, DistinctCell, RankCell, WidthCell
-from moesaic.papers.wang2019.theory.channel_masks import coin_collision, coin_confusion, subset_collision
 from moesaic.papers.wang2019.theory.channel_ranks import one_sided_rank
+from moesaic.papers.wang2019.theory.mask_collisions import coin_collision, coin_confusion, subset_collision
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 
 __all__ = ["CHECKS"]
 
-ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
-ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
+ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
+ClaimCheck: TypeAlias = paper.ClaimCheck[Any]
 
 _CLOSE = 1e-6
 _LARGE = ((64,), (8,))

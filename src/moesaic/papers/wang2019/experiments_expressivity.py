@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from moesaic import keyed_random
 from moesaic.models.vgg import VGG16_WIDTHS
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.wang2019.theory.channel_masks import coin_masks, measured_collision, subset_masks
 from moesaic.papers.wang2019.theory.channel_ranks import (
     blind_pair,
     confused,
@@ -31,6 +30,7 @@ from moesaic.papers.wang2019.theory.channel_ranks import (
     numerical_rank,
     random_channel_network,
 )
+from moesaic.papers.wang2019.theory.mask_collisions import coin_masks, measured_collision, subset_masks
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs
 
 __all__ = [
@@ -237,7 +237,7 @@ class TableCell(AnalyticCell):
         }
 
 
-def plan() -> claims.Plan[CellArrays]:
+def plan() -> paper.Plan[CellArrays]:
     """Returns the cells by name, which are the same in every preset."""
     cells: dict[str, Cell[CellArrays]] = {
         f"ranks/L={layers}": RankCell((3,) * layers, (2,) * layers, features=4) for layers in (1, 2, 3)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-from moesaic.papers.engine import claims
+from moesaic.papers.engine import paper
 from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell
-from moesaic.papers.wang2019.theory.channel_masks import coin_collision, subset_collision
 from moesaic.papers.wang2019.theory.channel_ranks import printed_rank
+from moesaic.papers.wang2019.theory.mask_collisions import coin_collision, subset_collision
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]
 
-ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
+ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
 
 _PAPER = "wang2019"
 

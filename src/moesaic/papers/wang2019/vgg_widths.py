@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.models.vgg import VGG16_STAGES, VGG16_WIDENINGS, VGG16_WIDTHS
 
 __all__ = ["WIDENINGS", "Widening", "conv_macs", "conv_parameters", "reconstruct", "solve_width"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.data import Split, load_digits
 from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
-from moesaic.papers.engine.trial_data import PatchSource, TrialData
+from moesaic.papers.engine.trial_datasets import PatchSource, TrialData
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.data import Split
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
-from moesaic.papers.engine.trial_data import PatchSource, TrialData
+from moesaic.papers.engine.trial_datasets import PatchSource, TrialData
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 ROUNDING = 1e-6  # of float32

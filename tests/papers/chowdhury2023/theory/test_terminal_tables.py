@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from moesaic.papers.chowdhury2023.theory.complexity_bounds import Setting
-from moesaic.papers.chowdhury2023.theory.patches_per_expert import measure_patch_depth
+from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import measure_patch_depth
 from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
 from moesaic.papers.chowdhury2023.theory.terminal_tables import show_complexity_table, show_separation
 

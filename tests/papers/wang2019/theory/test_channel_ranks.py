@@ -8,13 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.papers.wang2019.theory.channel_masks import (
-    coin_collision,
-    coin_confusion,
-    coin_masks,
-    subset_collision,
-    subset_masks,
-)
 from moesaic.papers.wang2019.theory.channel_ranks import (
     ChannelNetwork,
     MatrixRank,
@@ -28,6 +21,13 @@ from moesaic.papers.wang2019.theory.channel_ranks import (
     printed_rank,
     random_channel_network,
     tensor_rank,
+)
+from moesaic.papers.wang2019.theory.mask_collisions import (
+    coin_collision,
+    coin_confusion,
+    coin_masks,
+    subset_collision,
+    subset_masks,
 )
 
 

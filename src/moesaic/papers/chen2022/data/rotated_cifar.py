@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.data.datasets import (
+from moesaic.data.image_dataset import (
     ImageDataset,
     LabelledImages,
     Normalize,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 
 __all__ = ["Embeddings", "embed_sentences"]
 

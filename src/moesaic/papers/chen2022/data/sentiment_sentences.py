@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 
 __all__ = ["SOURCES", "SentenceSource", "Sentences", "find_sentences", "load_sentences", "read_sentences"]

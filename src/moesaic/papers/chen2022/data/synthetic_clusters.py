@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import check_draw, key_blocks
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.data.datasets import LabelledImages
+from moesaic.data.image_dataset import LabelledImages
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import insert_patch, shuffled_cycles
 

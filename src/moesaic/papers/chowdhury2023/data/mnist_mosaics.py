@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_positive
 from moesaic.data.mnist import DIGIT_SIZE, load_digits
 from moesaic.data.splits import Split
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.data.mnist import DIGIT_SIZE, Digits, find_digits, load_digits
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import (
@@ -22,7 +22,7 @@ from moesaic.papers.engine.patch_sampling import (
     insert_patch,
     shuffled_cycles,
 )
-from moesaic.papers.engine.trial_data import TrialData
+from moesaic.papers.engine.trial_datasets import TrialData
 
 __all__ = ["DigitPatches"]
 

@@ -29,10 +29,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import check_positive
+from moesaic.argument_checks import check_positive
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import balanced_labels, check_draw, check_patches, insert_patch, key_blocks
-from moesaic.papers.engine.trial_data import TrialData
+from moesaic.papers.engine.trial_datasets import TrialData
 
 __all__ = ["PatternPatches"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moesaic.papers.chowdhury2023.theory.complexity_bounds import ComplexityRow, Setting, complexity_table
-from moesaic.papers.chowdhury2023.theory.patches_per_expert import PatchDepth
+from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import PatchDepth
 from moesaic.papers.chowdhury2023.theory.pattern_separation import Separation
 from moesaic.report.formatting import number
 

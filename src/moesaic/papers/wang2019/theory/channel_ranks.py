@@ -40,7 +40,7 @@ hardly ever singular; for almost all weights the rank is no less. Two conditions
   the rank stays below m^(N/2), though inputs with other odd patches share their masks as seldom as before
 - 1 − C(m, n)^(−L) is the probability that a given *pair* to which the channels are blind (`blind_pair`) is
   told apart. It is not the probability of a rank: with m = M = 2, n = 1, L = 1 it is 1/2, and the rank is
-  restored for 14 of the 16 ways to mask four inputs. `moesaic.papers.wang2019.theory.channel_masks` has the pairs.
+  restored for 14 of the 16 ways to mask four inputs. `moesaic.papers.wang2019.theory.mask_collisions` has the pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ import torch
 from torch import Tensor
 
 from moesaic.papers.engine.theory_conditions import require, whole
-from moesaic.papers.wang2019.theory.channel_masks import check_open, subset_masks
+from moesaic.papers.wang2019.theory.mask_collisions import check_open, subset_masks
 
 __all__ = [
     "ChannelNetwork",

@@ -1,0 +1,136 @@
+"""Functions and methods of tensors that give each sample of a batch (S, …) what it would have alone.
+
+They are called as they are if they work on each value, or leave the first axis apart. Anything else is refused: samples
+that repeat others would change the output of the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["NotPerSampleError", "call_per_sample", "check_axes"]
+
+
+class NotPerSampleError(Exception):
+    """Why the samples of an expert cannot be filled up with others, as the end of a sentence."""
+
+
+class _BatchSize(int):
+    """S, which is not the number of samples: it may be the first axis of a shape, but not in arithmetic."""
+
+
+_POOLING_OPTIONS = 6
+"""Arguments of poolings in front of ``return_indices``."""
+
+_Args = Sequence[Any]
+_Kwargs = Mapping[str, Any]
+
+
+def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
+    """Calls a function, or the method of that name, on values of all samples.
+
+    >>> call_per_sample("flatten", (torch.zeros(5, 8, 2, 2), 1), {}).shape
+    torch.Size([5, 32])
+    >>> call_per_sample(torch.cumsum, (torch.zeros(5, 8), 1), {})
+    Traceback (most recent call last):
+    moesaic.ops.per_sample_functions.NotPerSampleError: cumsum is not known to leave samples apart
+    """
+    rule = _RULES.get(target)
+    if rule is None:
+        raise NotPerSampleError(f"{_name(target)} is not known to leave samples apart")
+    if not rule(target, args, kwargs):
+        raise NotPerSampleError(f"{_name(target)} with these arguments is not known to leave samples apart")
+    found = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
+    return _BatchSize(found) if isinstance(found, int) else found
+
+
+def check_axes(x: Tensor, axes: int) -> None:
+    """Refuses maps without a batch axis, as torch's convolutions and poolings would take the samples for channels."""
+    if x.ndim != axes + 2:
+        raise NotPerSampleError(f"a layer for {axes} axes and channels gets samples of {x.ndim - 1} axes")
+
+
+def _name(target: Any) -> str:
+    return target if isinstance(target, str) else getattr(target, "__name__", repr(target))
+
+
+def _each_value(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    others = (*args[1:], *kwargs.values())
+    return isinstance(args[0], Tensor) and not any(isinstance(each, (Tensor, _BatchSize)) for each in others)
+
+
+def _arithmetic(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    """Numbers, and tensors of as many axes: the samples of others would meet some other axis."""
+    operands = (*args, *kwargs.values())
+    tensors = [each for each in operands if isinstance(each, Tensor)]
+    numbers = [each for each in operands if isinstance(each, (int, float)) and not isinstance(each, _BatchSize)]
+    return len({each.ndim for each in tensors}) == 1 and len(tensors) + len(numbers) == len(operands)
+
+
+def _pooling(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    check_axes(args[0], 2)
+    return len(args) <= _POOLING_OPTIONS and not kwargs.get("return_indices", False)
+
+
+def _reduction(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    dims = args[1] if len(args) > 1 else kwargs.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    return bool(dims) and all(dim % args[0].ndim for dim in cast("Sequence[int]", dims))
+
+
+def _concatenation(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    return bool(dim % args[0][0].ndim)
+
+
+def _flattening(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    first = args[1] if len(args) > 1 else kwargs.get("start_dim", 0)
+    return bool(first % args[0].ndim)
+
+
+def _dropout(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    bound = inspect.signature(F.dropout).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return not (bound.arguments["training"] and bound.arguments["p"])
+
+
+def _shape(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    return args[1:] == ("shape",) if target is getattr else args[1:] in ((), (0,))
+
+
+def _batch_size(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    return isinstance(args[0], torch.Size) and args[1] == 0
+
+
+def _reshaping(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
+    """To (S, …), where S is the size of the batch and not a number that happens to be the same."""
+    shape = cast("_Args", args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+    first = [isinstance(each, _BatchSize) for each in shape]
+    return isinstance(args[0], Tensor) and first == [True] + [False] * (len(shape) - 1)
+
+
+_RULES: dict[Any, Callable[[Any, _Args, _Kwargs], bool]] = {
+    **dict.fromkeys((F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.hardswish), _each_value),
+    **dict.fromkeys((F.hardsigmoid, F.sigmoid, F.tanh, torch.relu, torch.tanh, torch.sigmoid), _each_value),
+    **dict.fromkeys(("relu", "relu_", "tanh", "sigmoid", "clone", "contiguous"), _each_value),
+    **dict.fromkeys(
+        cast("_Args", (operator.add, operator.iadd, operator.sub, operator.mul, operator.truediv)), _arithmetic
+    ),
+    **dict.fromkeys((torch.add, torch.sub, torch.mul, "add", "add_", "sub", "mul", "mul_"), _arithmetic),
+    **dict.fromkeys((F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d), _pooling),
+    **dict.fromkeys((torch.mean, torch.sum, torch.amax, "mean", "sum", "amax"), _reduction),
+    **dict.fromkeys((torch.softmax, F.softmax, "softmax"), _reduction),
+    **dict.fromkeys((torch.flatten, "flatten"), _flattening),
+    **dict.fromkeys((getattr, "size"), _shape),
+    **dict.fromkeys(("view", "reshape"), _reshaping),
+    torch.cat: _concatenation,
+    F.dropout: _dropout,
+    operator.getitem: _batch_size,
+}
