@@ -33,7 +33,7 @@ from moesaic.data.load import Normalization, load_images
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.paper_fidelity import Fidelity
-from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+from moesaic.papers.chowdhury2023.data import cifar_mosaics
 from moesaic.papers.engine import paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.training.fit import Epoch, fit
@@ -86,7 +86,7 @@ _FILES = {
     "cifar-vehicles": _CIFAR,
 }
 
-cifar_mosaic_datasets.register()
+cifar_mosaics.register()
 
 
 @dataclass(frozen=True, eq=False)

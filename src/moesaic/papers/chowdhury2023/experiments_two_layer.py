@@ -22,7 +22,7 @@ from moesaic.argument_checks import check_positive
 from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits
 from moesaic.paper_fidelity import Fidelity
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.theory.activation_patterns import coupling
 from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import suggest_patches_per_expert

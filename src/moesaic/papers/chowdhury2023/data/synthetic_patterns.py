@@ -31,8 +31,14 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.argument_checks import check_positive
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import balanced_labels, check_draw, check_patches, insert_patch, key_blocks
-from moesaic.papers.engine.trial_datasets import TrialData
+from moesaic.papers.engine.trial_datasets import (
+    TrialData,
+    balanced_labels,
+    check_draw,
+    check_patches,
+    insert_patch,
+    key_blocks,
+)
 
 __all__ = ["PatternPatches"]
 
