@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, find_cifar10, load_cifar10
 from moesaic.data.image_dataset import ImageDataset, Transform
 from moesaic.data.splits import Split
@@ -147,7 +146,7 @@ class ImageCell:
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "there is an obstacle"
         task = _task(self.task, runner.data_dir, self.images_per_file)
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self._model(task.num_classes)

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from moesaic import keyed_random
 from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.celeba import read_celeba
@@ -156,7 +155,7 @@ class WideCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         whole = _scaled(_loaded(self.task, runner.data_dir, self.size), self.scale, self.augment)
         task = whole.subset(self.samples, seed)  # the same subset for all networks of a trial
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from moesaic import keyed_random
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.image_dataset import ImageDataset
@@ -139,7 +138,7 @@ class TokenCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         task = _loaded(runner.data_dir)
         if self.samples is not None:
             task = task.subset(self.samples, seed)  # the same subset for all networks of a trial
