@@ -12,7 +12,7 @@ have the same number of epochs and, within a trial, the same images.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from moesaic.data.celeba import read_celeba
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.image_dataset import Augment, ImageDataset, LabelledImages, Normalize
 from moesaic.data.load import Normalization, load_images
+from moesaic.intervals import Curve
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.paper_fidelity import Fidelity
@@ -52,6 +53,9 @@ __all__ = [
     "StepResult",
     "WideCell",
     "WideResult",
+    "accuracies",
+    "accuracy_curve",
+    "cell_prefixes",
     "check_data",
     "epochs",
     "plan",
@@ -333,6 +337,22 @@ def sizes_of(experiment: paper.ExperimentResults[Any], task: str, arm: Arm = "pm
     return sorted(
         {int(name.removeprefix(start).partition("/")[0]) for name in experiment.plan if name.startswith(start)}
     )
+
+
+def cell_prefixes(*tasks: str) -> tuple[str, ...]:
+    """Returns the name prefixes of the runs of both networks on some tasks."""
+    return tuple(f"wide/{task}/{arm}/" for task in tasks for arm in ("wrn", "pmoe"))
+
+
+def accuracies(runs: Sequence[WideResult]) -> Array:
+    """Returns the test accuracies (T,) in percent."""
+    return np.array([run.accuracy for run in runs])
+
+
+def accuracy_curve(experiment: paper.ExperimentResults[Any], task: str, arm: Arm) -> Curve:
+    """Returns test accuracies by number of samples."""
+    sizes = sizes_of(experiment, task, arm)
+    return sizes, np.stack([accuracies(runs_of(experiment, task, arm, samples)) for samples in sizes])
 
 
 EPOCHS = 50

@@ -1,4 +1,8 @@
-"""Runs the cells of experiments and caches their results on disk."""
+"""Runs the cells of experiments on one device, and caches their results on disk.
+
+Several processes that share the cache share the work (`moesaic.training.cell_runner`). Cells that are equal run once,
+and a time budget decides which cells may still start.
+"""
 
 from __future__ import annotations
 
