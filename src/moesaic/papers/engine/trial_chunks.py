@@ -30,12 +30,12 @@ class SharedProgress:
         self._lock = threading.Lock()
 
     def call(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call the function while no other thread does."""
+        """Calls the function while no other thread does."""
         with self._lock:
             function(*args, **kwargs)
 
     def advance(self, amount: int) -> None:
-        """``amount`` more trial-epochs are done."""
+        """Reports ``amount`` more steps or epochs of trials as done."""
         with self._lock:
             self._progress.advance(amount)
         if self.stopped.is_set():

@@ -46,12 +46,10 @@ SIDE = 32
 
 @dataclass(frozen=True)
 class Stage:
-    """What a training run came to."""
+    """The result of a training run."""
 
     accuracy: float
     """Test accuracy after the last epoch, in percent."""
-    training_accuracy: float
-    """Over the images of the last epoch, augmented, at the moment they were trained on."""
     macs: int
     """Multiply-adds of the network for one image."""
     images: int
@@ -65,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class TokenResult:
-    """What a cell measured."""
+    """The results of a network's training and of its branches."""
 
     base: Stage
     branches: Mapping[str, Stage]
@@ -202,7 +200,7 @@ def _trained(model: nn.Module, task: ImageDataset, recipe: Recipe, seed: int, ru
 
 
 def _stage(stored: Mapping[str, Any]) -> Stage:
-    return Stage(stored["accuracy"], stored["training"][-1], stored["macs"], stored["images"])
+    return Stage(stored["accuracy"], stored["macs"], stored["images"])
 
 
 @lru_cache(maxsize=1)
