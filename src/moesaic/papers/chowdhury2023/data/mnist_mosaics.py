@@ -44,7 +44,7 @@ class DigitPatches:
     Of two classes a 1 makes the label 1 (the paper's y = +1) and a 0 the label 0 (y = −1). Of c classes the digits
     0 … c − 1 determine the class and c … 9 are irrelevant.
 
-    Within a trial and a split, no digit comes a second time before all others of its sort, the digits of a class or the
+    Within a trial and a split, no digit comes a second time before all others of its kind, the digits of a class or the
     irrelevant ones, came once. All samples of a split share one pool in memory.
 
     >>> source = DigitPatches()
@@ -82,15 +82,15 @@ class DigitPatches:
         check_draw("DigitPatches", keys, samples, split, self.classes)
         name = f"digits/{split}"
         digits = load_digits(split, self.data_dir)
-        sorts = [torch.from_numpy(rows).to(keys.device) for rows in self._sorts(digits, split)]
+        *own, irrelevant = (torch.from_numpy(rows).to(keys.device) for rows in self._rows(digits, split))
         labels, ranks = balanced_labels(keys, f"{name}/labels", samples, self.classes)
         each = samples // self.classes
         decisive = torch.cat(
-            [rows[shuffled_cycles(keys, f"{name}/{kind}", len(rows), each)] for kind, rows in enumerate(sorts[:-1])],
+            [rows[shuffled_cycles(keys, f"{name}/{kind}", len(rows), each)] for kind, rows in enumerate(own)],
             dim=1,
         ).gather(1, labels * each + ranks)
         beside = self.patches - 1
-        others = sorts[-1][shuffled_cycles(keys, f"{name}/others", len(sorts[-1]), samples * beside)]
+        others = irrelevant[shuffled_cycles(keys, f"{name}/others", len(irrelevant), samples * beside)]
         place = keyed_random.integers(keys, f"{name}/places", self.patches, samples)
         return TrialData(
             pool=_pool(digits, keys.device),
@@ -99,16 +99,17 @@ class DigitPatches:
             discriminative=place,
         )
 
-    def _sorts(self, digits: Digits, split: Split) -> list[NDArray[np.int64]]:
-        sorts = _rows_by_sort(digits, self.classes)
-        for kind, rows in enumerate(sorts):
+    def _rows(self, digits: Digits, split: Split) -> list[NDArray[np.int64]]:
+        """The rows of the digits of each class, then of the irrelevant digits; raises if there are none of one kind."""
+        found = _rows_by_class(digits, self.classes)
+        for kind, rows in enumerate(found):
             if not len(rows):
                 wanted = f"{kind}" if kind < self.classes else f"{kind} to 9"
                 raise ValueError(
                     f"DigitPatches: the {split} digits in data_dir={str(self.data_dir)!r} have no digit {wanted}; "
                     f"classes={self.classes} needs one at least"
                 )
-        return sorts
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +142,7 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
     """Returns ``count`` mosaics of ``grid`` × ``grid`` digits, half of each label (odd counts: one more of label 0).
 
     The same arguments give the same mosaics. Digits are used evenly: none comes a second time
-    before all others of its sort, a 0, a 1 or one from 2 to 9, came once.
+    before all others of its kind, a 0, a 1 or one from 2 to 9, came once.
 
     >>> mosaics = digit_mosaics(6, split="train", seed=0)
     >>> mosaics.images.shape, mosaics.labels.sum().item()
@@ -155,7 +156,7 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
     _check_grid(grid)
     _check_seed(seed)
     digits = load_digits(split)
-    *decisive, irrelevant = _rows_by_sort(digits, classes=2)
+    *decisive, irrelevant = _rows_by_class(digits, classes=2)
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
     labels = rng.permutation(np.arange(count) % 2)
     place = torch.from_numpy(rng.integers(grid**2, size=count))
@@ -174,7 +175,7 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
     )
 
 
-def _rows_by_sort(digits: Digits, classes: int) -> list[NDArray[np.int64]]:
+def _rows_by_class(digits: Digits, classes: int) -> list[NDArray[np.int64]]:
     """Returns the rows of the digits of each class, then of the irrelevant digits."""
     kinds = digits.labels
     return [*(np.flatnonzero(kinds == kind) for kind in range(classes)), np.flatnonzero(kinds >= classes)]
