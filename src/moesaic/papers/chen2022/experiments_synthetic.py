@@ -114,7 +114,7 @@ class MixtureCell(ArrayCell):
             **self._test_measurements(source, trained),
         }
         if recorder is not None:
-            measured |= recorder.to_arrays()
+            measured |= recorder.measurements()
         return measured
 
     def _test_measurements(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
@@ -185,7 +185,7 @@ class _TrainingRecorder:
         for place, trial in enumerate(trials):
             self._recorded[step, trial] = {name: _rounded(values[place]) for name, values in measured.items()}
 
-    def to_arrays(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """Returns the measurements at the S regular steps (T, S, …), and those that are made once (T, …)."""
         trials = range(self._cell.trials)
         names = [name for name in self._recorded[0, 0] if name not in ("groups", "explored_accuracy")]
