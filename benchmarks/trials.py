@@ -39,8 +39,7 @@ from mixture_trials import SAMPLES as MIXTURE_SAMPLES
 from mixture_trials import SEEDS, compare
 from torch import Tensor
 
-from moesaic.papers.chowdhury2023.data.mnist_mosaics import digit_mosaics
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches, digit_mosaics
 from moesaic.papers.chowdhury2023.trial_training import Schedule, train_trials
 from moesaic.papers.chowdhury2023.two_layer_networks import TwoLayer
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from measure import machine, show, write
 
 from moesaic import keyed_random
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.trial_training import Schedule, accuracy, train_trials
 from moesaic.papers.chowdhury2023.two_layer_networks import TwoLayer
 

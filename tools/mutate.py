@@ -78,7 +78,7 @@ SPEED_ONLY = {
     "training/batches.py": ("_MAX_PREPARED_IMAGES", "_MAX_PREPARED_VALUES"),
     "training/fit.py": ("_IMAGE_MEMORY",),
     "training/trainer.py": ("_EVAL_BATCH_SIZE", "_LOG_SECONDS"),
-    "papers/engine/patch_sampling.py": ("_BLOCK",),
+    "papers/engine/trial_datasets.py": ("_BLOCK",),
     "papers/chen2022/data/rotated_cifar.py": ("_CHUNK",),
     "papers/chen2022/image_training.py": ("_EVAL_BATCH_SIZE",),
     "papers/chen2022/theory/smoothing.py": ("_BLOCK",),

@@ -20,13 +20,13 @@ from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.decoded_cache import DecodedCache
 from moesaic.data.load import load_images
 from moesaic.data.mnist import load_digits
-from moesaic.papers.chowdhury2023.data.cifar_mosaic_datasets import (
+from moesaic.papers.chowdhury2023.data.cifar_mosaics import (
     cifar10_noise,
     cifar_vehicles,
+    downscale,
     find_backgrounds,
     register,
 )
-from moesaic.papers.chowdhury2023.data.cifar_mosaics import downscale
 
 IMAGES = 20
 """In each of CIFAR-10's files."""

@@ -277,9 +277,9 @@ class DatasetOptions(DataArgument):
 
 def register_datasets() -> None:
     """Makes the papers' datasets known by name; the library itself does not import the papers."""
-    from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+    from moesaic.papers.chowdhury2023.data import cifar_mosaics
 
-    cifar_mosaic_datasets.register()
+    cifar_mosaics.register()
 
 
 def normalized(dataset: ImageDataset, config: PretrainedConfig) -> ImageDataset:

@@ -84,7 +84,7 @@ class Theory:
 
     def _measure(self, data: str) -> int:
         from moesaic.keyed_random import keys
-        from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+        from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
         from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import (
             measure_patch_depth,
             suggest_patches_per_expert,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -103,14 +103,7 @@ def reproduce(
     for fidelity in fidelities:
         check_choice("reproduce", "fidelity", fidelity, get_args(Fidelity))
     chosen = [PAPERS[check_choice("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
-    known = [claim.id for paper in chosen for claim in paper.claims]
-    pairs: list[tuple[str, Fidelity | None]] = [
-        (claim, None) if isinstance(claim, str) else claim for claim in (known if claims is None else claims)
-    ]
-    wanted: dict[str, set[Fidelity]] = {}
-    for id, form in pairs:
-        forms: list[Fidelity] = [*fidelities] if form is None else [form]
-        wanted.setdefault(check_choice("reproduce", "claim", id, known), set()).update(forms)
+    wanted = _wanted(chosen, claims, fidelities)
     if vary:
         check_variations(vary, papers=papers, claims=[*wanted], preset=preset, fidelities=fidelities)
     progress = progress or NoProgress()
@@ -130,11 +123,7 @@ def reproduce(
     planned = [PlannedCell(name, cell_digest(cell.spec(runner))) for name, cell in cells.items()]
     planned += [each for part in paper_runs for each in part.cells_for_others()]
     add_to_plan(out, asked, SweepPlan(title, tuple(planned)))
-    pending = [each for paper_run in paper_runs for each in paper_run.pending()]
-    order = run_order([CellGroup(each.cells, each.headline, _rank(each, preset)) for each in pending])
-    early = _EarlyFindings(pending, on_finding)
-    completed = runner.run({name: cells[name] for name in dict.fromkeys([*order, *cells])}, early.add, budget)
-    early.end()
+    completed = _run(runner, paper_runs, cells, preset, on_finding, budget)
     left = {name: cell.steps for name, cell in cells.items() if name not in completed}
     if budget is not None:
         for part in (*paper_runs, *varied):
@@ -144,12 +133,7 @@ def reproduce(
     notes: list[str] = []
     for paper_run in paper_runs:
         experiments = paper_run.experiments(completed)
-        findings += [
-            _check(check, experiments[fidelity], fidelity, preset)
-            for check in paper_run.checks
-            for fidelity in fidelities
-            if fidelity in check.fidelities
-        ]
+        findings += paper_run.findings(experiments)
         places = {check.claim.where for check in paper_run.checks}
         charts += [chart for chart in paper_run.paper.charts(experiments) if chart.where in places]
         notes += paper_run.paper.notes(preset, runner)
@@ -158,6 +142,35 @@ def reproduce(
     return ReproduceResult(
         tuple(findings), tuple(charts), tuple(notes), tuple(each.finding(completed, findings) for each in varied)
     )
+
+
+def _wanted(
+    papers: Sequence[Paper[Any]], claims: Sequence[str | tuple[str, Fidelity]] | None, fidelities: Sequence[Fidelity]
+) -> dict[str, set[Fidelity]]:
+    """The fidelities in which to check each claim, by its id."""
+    known = [claim.id for paper in papers for claim in paper.claims]
+    wanted: dict[str, set[Fidelity]] = {}
+    for each in known if claims is None else claims:
+        id, forms = (each, fidelities) if isinstance(each, str) else (each[0], each[1:])
+        wanted.setdefault(check_choice("reproduce", "claim", id, known), set()).update(forms)
+    return wanted
+
+
+def _run(
+    runner: Runner,
+    paper_runs: Sequence[_PaperRun],
+    cells: Mapping[str, Cell[Any]],
+    preset: str,
+    on_finding: Callable[[Finding], None] | None,
+    budget: TimeBudget | None,
+) -> dict[str, CompletedCell[Any]]:
+    """Runs the cells, those first of which verdicts are due early, and reports verdicts as soon as they are known."""
+    pending = [each for paper_run in paper_runs for each in paper_run.pending()]
+    order = run_order([CellGroup(each.cells, each.headline, _rank(each, preset)) for each in pending])
+    early = _EarlyFindings(pending, on_finding)
+    completed = runner.run({name: cells[name] for name in dict.fromkeys([*order, *cells])}, early.add, budget)
+    early.end()
+    return completed
 
 
 FULL_ORDER: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -295,17 +308,16 @@ class _PaperRun:
 
     def experiments(self, completed: Mapping[str, CompletedCell[Any]]) -> dict[Fidelity, ExperimentResults[Any]]:
         """Returns the results of the completed cells by fidelity."""
-        return {
-            fidelity: ExperimentResults(
-                plan,
-                {name: completed[self._name(fidelity, name)].result for name in plan},
-                self._runner,
-                {name: completed[self._name(fidelity, name)].seconds for name in plan},
-                self._missing_requirements[fidelity],
-                fidelity,
-            )
-            for fidelity, plan in self._plans.items()
-        }
+        return {fidelity: self._experiment(fidelity, plan, completed) for fidelity, plan in self._plans.items()}
+
+    def findings(self, experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Finding]:
+        """Returns the verdicts on all claims, in their order."""
+        return [
+            _check(check, experiment, fidelity, self._preset)
+            for check in self.checks
+            for fidelity, experiment in experiments.items()
+            if fidelity in check.fidelities
+        ]
 
     def pending(self) -> list[_Pending]:
         """Returns the verdicts that cells of this run decide."""
@@ -324,15 +336,7 @@ class _PaperRun:
         self, check: ClaimCheck[Any], fidelity: Fidelity, completed: Mapping[str, CompletedCell[Any]]
     ) -> Finding:
         """Returns the verdict on a claim from its own cells, while others may be missing."""
-        own = {name: completed[self._name(fidelity, name)] for name in check.cells(self._plans[fidelity])}
-        experiment = ExperimentResults(
-            self._plans[fidelity],
-            {name: cell.result for name, cell in own.items()},
-            self._runner,
-            {name: cell.seconds for name, cell in own.items()},
-            self._missing_requirements[fidelity],
-            fidelity,
-        )
+        experiment = self._experiment(fidelity, check.cells(self._plans[fidelity]), completed)
         return _check(check, experiment, fidelity, self._preset)
 
     def variants(self, vary: Sequence[str]) -> list[_VariantRun]:
@@ -345,6 +349,13 @@ class _PaperRun:
             if variations and fidelity in check.fidelities and check.can_run(plan, self._preset)
             for variant in make_variants(check.cells(plan), variations, self.paper.letters)
         ]
+
+    def _experiment(
+        self, fidelity: Fidelity, names: Iterable[str], completed: Mapping[str, CompletedCell[Any]]
+    ) -> ExperimentResults[Any]:
+        """The results of some cells of a fidelity."""
+        own = {name: completed[self._name(fidelity, name)] for name in names}
+        return _results(self._plans[fidelity], own, self._runner, self._missing_requirements[fidelity], fidelity)
 
     def _name(self, fidelity: Fidelity, name: str) -> str:
         return f"{self.paper.id} {fidelity} {name}"
@@ -426,16 +437,21 @@ class _VariantRun:
         own = next(
             each for each in findings if (each.paper, each.id, each.fidelity) == (self._paper, claim.id, self._fidelity)
         )
-        results = {name: completed[self._names[name]] for name in self._variant.cells if name not in self._missing}
-        experiment = ExperimentResults(
-            self._variant.cells,
-            {name: cell.result for name, cell in results.items()},
-            self._runner,
-            {name: cell.seconds for name, cell in results.items()},
-            self._missing,
-            self._fidelity,
-        )
+        cells = {name: completed[self._names[name]] for name in self._variant.cells if name not in self._missing}
+        experiment = _results(self._variant.cells, cells, self._runner, self._missing, self._fidelity)
         return variant_finding(self._check, self._variant, experiment, own)
+
+
+def _results(
+    plan: Plan[Any],
+    completed: Mapping[str, CompletedCell[Any]],
+    runner: Runner,
+    missing: Mapping[str, str],
+    fidelity: Fidelity,
+) -> ExperimentResults[Any]:
+    results = {name: cell.result for name, cell in completed.items()}
+    seconds = {name: cell.seconds for name, cell in completed.items()}
+    return ExperimentResults(plan, results, runner, seconds, missing, fidelity)
 
 
 def _check(check: ClaimCheck[Any], experiment: ExperimentResults[Any], fidelity: Fidelity, preset: str) -> Finding:

@@ -360,6 +360,19 @@ def test_frogs_and_ships_apart_in_one_trial_of_two_is_partly():
     assert found.verdict == "partly: not in every trial"
 
 
+def test_frogs_and_ships_apart_in_one_trial_but_few_in_both_is_failed():
+    apart, together = (
+        dispatch((300, 400, 200, 100), (400, 300, 200, 100)),
+        dispatch((300, 400, 200, 100), (300, 400, 200, 100)),
+    )
+    found = evaluate(
+        "fig7-frog-ship", experiment(rotate_resnet18_mixture=[run(dispatch=apart), run(dispatch=together)])
+    )
+    assert found.interval is not None
+    assert found.interval[1] < 50
+    assert found.verdict == "fails"
+
+
 # The charts
 
 

@@ -17,7 +17,7 @@ from moesaic.data import builtin_datasets, load
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import experiments_images
 from moesaic.papers.chowdhury2023.claims_images import CHECKS, MAJORITY, MINORITY
-from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+from moesaic.papers.chowdhury2023.data import cifar_mosaics
 from moesaic.papers.chowdhury2023.experiments_images import (
     COMPARED,
     EPOCHS,
@@ -83,10 +83,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_sets(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """CIFAR-10's files are short here, and pictures are decoded into a folder of the test's."""
-    cifar = {"cifar10": builtin_datasets.cifar10, "cifar10-noise": cifar_mosaic_datasets.cifar10_noise}
+    cifar = {"cifar10": builtin_datasets.cifar10, "cifar10-noise": cifar_mosaics.cifar10_noise}
     short = {
         name: partial(make, images_per_file=PER_FILE)
-        for name, make in {**cifar, "cifar-vehicles": cifar_mosaic_datasets.cifar_vehicles}.items()
+        for name, make in {**cifar, "cifar-vehicles": cifar_mosaics.cifar_vehicles}.items()
     }
     known = builtin_datasets.DATASETS
     smaller = {name: replace(known[name], load=make) for name, make in short.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import claims_theory, experiments_two_layer
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.experiments_two_layer import (
     SIZES,
     ClaimCheck,

@@ -8,7 +8,7 @@ import torch
 
 from moesaic import keyed_random
 from moesaic.papers.chowdhury2023 import experiments_two_layer as chowdhury2023_cells
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.experiments_two_layer import ENGINE, Result, TwoLayerCell, digit_source
 from moesaic.papers.chowdhury2023.theory.activation_patterns import coupling

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.trial_training import Schedule, accuracy, train_trials
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer

@@ -67,7 +67,7 @@ def experiment(leads: Mapping[str, float] | None = None, **macs: int) -> Experim
     def stage(name: str, branch: str, cell: TokenCell, epochs: int) -> Stage:
         images = epochs * (cell.samples or 50_000)
         own = macs.get(branch, macs.get(name.split("/")[1], 1000))
-        return Stage(accuracy(name, branch, cell.trial), 99.0, own, images)
+        return Stage(accuracy(name, branch, cell.trial), own, images)
 
     results: dict[str, object] = {"costs": {name: 1000.0 for pair in COMPARED_COSTS for name in pair}}
     for name, cell in PLAN.items():

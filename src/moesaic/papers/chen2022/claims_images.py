@@ -210,7 +210,7 @@ def _frog_and_ship() -> ClaimCheck:
         shares = [100 * float((each.max(1) / each.sum(1)).min()) for each in rotated]
         variances = [_sampling(s, int(each.sum(1).min())) for s, each in zip(shares, rotated, strict=True)]
         found = at_least(_estimate(shares, variances), 50.0)
-        if all(apart):
+        if all(apart) or (any(apart) and found.verdict == "fails"):
             return found
         verdict = (
             "fails: most frogs and most ships go to the same expert" if not any(apart) else "partly: not in every trial"

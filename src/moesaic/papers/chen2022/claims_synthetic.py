@@ -113,7 +113,7 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> ClaimCheck:
     )
 
 
-def _entropy_test(kind: str) -> ClaimCheck:
+def _entropy_claim(kind: str) -> ClaimCheck:
     linear = kind == "identity"
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
@@ -240,7 +240,7 @@ def _below_the_bound(prefix: str) -> Callable[[ExperimentResults], CheckResult]:
     return evaluate
 
 
-def _dispatch_test(kind: str) -> ClaimCheck:
+def _dispatch_claim(kind: str) -> ClaimCheck:
     linear = kind == "identity"
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
@@ -439,8 +439,8 @@ def _figure_1(experiment: ExperimentResults) -> CheckResult:
 
 CHECKS: tuple[ClaimCheck, ...] = (
     *(_mixture_accuracy(kind, setting) for kind in ("cubic", "identity") for setting in SETTINGS),
-    _entropy_test("cubic"),
-    _entropy_test("identity"),
+    _entropy_claim("cubic"),
+    _entropy_claim("identity"),
     ClaimCheck(
         claim(
             "table1-nonlinear-ahead",
@@ -489,8 +489,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("single/cubic-128/", "single/cubic-512/"),
         _overfits,
     ),
-    _dispatch_test("cubic"),
-    _dispatch_test("identity"),
+    _dispatch_claim("cubic"),
+    _dispatch_claim("identity"),
     ClaimCheck(
         claim(
             "table7-bound",

@@ -19,10 +19,19 @@ from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, Cluster
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture
 from moesaic.papers.engine import paper
-from moesaic.papers.engine.cells import CellArrays, to_arrays
+from moesaic.papers.engine.cells import ArrayCell, CellArrays
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["MEMBERS", "SIZES", "EnsembleCell", "EnsembleSizes", "SharedSamples", "plan", "shared_samples"]
+__all__ = [
+    "MEMBERS",
+    "SIZES",
+    "EnsembleCell",
+    "EnsembleSizes",
+    "SharedSamples",
+    "SharedSamplesCell",
+    "plan",
+    "shared_samples",
+]
 
 ENGINE = 1
 """Version of the experiment. Raised when results change, so that older cells in the result cache are not used."""
@@ -52,12 +61,34 @@ def shared_samples(setting: ClusterSetting, networks: range, members: int, seed:
 
 
 @dataclass(frozen=True)
-class EnsembleCell:
-    """Trains ensembles of single networks, each ensemble on its own samples, and tests their mean outputs."""
+class SharedSamplesCell(ArrayCell):
+    """Base class of cells that train groups of networks, each group on samples of its own."""
 
     model: Mixture
     schedule: MixtureSchedule
     setting: ClusterSetting
+
+    def _train(self, runner: Runner, groups: int, members: int, samples: int) -> tuple[SharedSamples, TrainedMixtures]:
+        """Returns the distribution of the samples, and the networks, group by group."""
+        networks = range(groups * members)
+        source = shared_samples(self.setting, networks, members, runner.seed)
+        trained = train_mixtures(
+            self.model,
+            source,
+            trials=networks,
+            samples=samples,
+            schedule=self.schedule,
+            seed=runner.seed,
+            device=runner.device,
+            progress=runner.progress,
+        )
+        return source, trained
+
+
+@dataclass(frozen=True)
+class EnsembleCell(SharedSamplesCell):
+    """Trains ensembles of single networks, each ensemble on its own samples, and tests their mean outputs."""
+
     trials: int = 10
     """Number of ensembles."""
     samples: int = 16_000
@@ -69,28 +100,11 @@ class EnsembleCell:
     def steps(self) -> int:
         return self.trials * self.members * self.schedule.steps
 
-    def missing_requirement(self, runner: Runner) -> str | None:
-        return None
-
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "ensembles", "engine": ENGINE, **asdict(self), "seed": runner.seed}
 
-    def result(self, stored: dict[str, Any]) -> CellArrays:
-        return to_arrays(stored)
-
     def measure(self, runner: Runner) -> dict[str, Any]:
-        networks = range(self.trials * self.members)
-        source = shared_samples(self.setting, networks, self.members, runner.seed)
-        trained = train_mixtures(
-            self.model,
-            source,
-            trials=networks,
-            samples=self.samples,
-            schedule=self.schedule,
-            seed=runner.seed,
-            device=runner.device,
-            progress=runner.progress,
-        )
+        source, trained = self._train(runner, self.trials, self.members, self.samples)
         sizes = [size for size in MEMBERS if size <= self.members]
         singles: list[list[float]] = []
         ensembles: list[list[float]] = []

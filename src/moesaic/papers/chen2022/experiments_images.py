@@ -1,6 +1,7 @@
-"""Runs of one network on images, alone or as a mixture's experts: cells of Chen et al. 2022, Section 6.2.
+"""Experiments of Chen et al. 2022 on images (Section 6.2): one network, alone or as the four experts of a mixture.
 
-`ImageCell` trains as printed, `ReleasedImageCell` as the authors' code does.
+A cell is one run: `ImageCell` trains as printed, `ReleasedImageCell` as the authors' code does. `plan` lists the cells
+of a preset.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic import keyed_random
-from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, find_cifar10, load_cifar10
+from moesaic.data.builtin_datasets import missing_files
+from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, load_cifar10
 from moesaic.data.image_dataset import ImageDataset, Transform
 from moesaic.data.splits import Split
 from moesaic.insight.metrics import entropy_of_counts
@@ -63,7 +64,7 @@ TaskName = Literal["cifar10", "rotate", "rotate-sharp"]
 """The last is CIFAR-10-Rotate as the authors' code has it: images to train on are blurred, those to test on are not."""
 
 ENGINE = 1
-"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 EXPERTS = 4
 FROG, SHIP, CAR = (CIFAR10_CLASSES.index(name) for name in ("frog", "ship", "automobile"))
@@ -73,12 +74,12 @@ CIFAR10_DIGEST = "013ba16d14ecc482"
 
 _DIMENSIONS = 30
 _MANY, _FEW = 200, 50
-"""Images of a class that Figure 7 looks at, and of each other class."""
+"""Images in Figure 7 of frogs and of ships, and of each other class."""
 
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """The features of some test images in the expert that each went to, of one label."""
+    """Features of some test images of one label, each computed by the expert that the router chose."""
 
     points: Array
     """(n, 30): principal components, in thousandths of the largest."""
@@ -89,12 +90,12 @@ class Embedding:
 
 @dataclass(frozen=True, eq=False)
 class ImageResult:
-    """What one run measured."""
+    """Measurements of one run."""
 
     accuracy: float
     """After the last epoch, in percent."""
     tested: int
-    """Images it is known from."""
+    """Number of test images."""
     accuracies: Array
     """After each epoch."""
     losses: Array
@@ -121,7 +122,7 @@ class ImageCell:
     """Whether to keep the features of some test images, for Figure 7."""
     images_per_file: int = 10_000
     on_cpu: bool = False
-    """Whether it may run without a GPU, which would take days for all but made-up data."""
+    """Whether the cell may run on a CPU, which takes days for all but small data."""
     experiment: ClassVar[str] = "images"
     """Name of the experiment in the specification."""
 
@@ -130,24 +131,23 @@ class ImageCell:
         return self.schedule.epochs
 
     def missing_requirement(self, runner: Runner) -> str | None:
-        lacks = [] if _has_cifar(runner.data_dir) else ["CIFAR-10's binary files under --data-dir"]
+        lacks = ["CIFAR-10's binary files under --data-dir"] if missing_files("cifar10", runner.data_dir) else []
         if not self.on_cpu and not runner.device.startswith("cuda"):
             lacks.append("a GPU (--device cuda)")
         return f"needs {' and '.join(lacks)}" if lacks else None
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         # what was measured elsewhere can be looked at without the images
-        digest = (
-            _digest(runner.data_dir) if runner.data_dir is not None and _has_cifar(runner.data_dir) else CIFAR10_DIGEST
-        )
+        here = runner.data_dir if missing_files("cifar10", runner.data_dir) is None else None
+        digest = CIFAR10_DIGEST if here is None else _digest(here)
         described = asdict(self)
         del described["on_cpu"]
         return {"experiment": self.experiment, "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        assert runner.data_dir is not None, "there is an obstacle"
+        assert runner.data_dir is not None, "missing_requirement covers this"
         task = _task(self.task, runner.data_dir, self.images_per_file)
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = self._model(task.num_classes)
@@ -241,19 +241,9 @@ def runs_of(
     return experiment.series(f"images/{task}/{network}/{kind}")[1]
 
 
-def _has_cifar(data_dir: Path | None) -> bool:
-    if data_dir is None:
-        return False
-    try:
-        find_cifar10(data_dir)
-    except FileNotFoundError:
-        return False
-    return True
-
-
 def check_data(data_dir: Path) -> None:
-    """Raises if CIFAR-10 is in the folder and not whole; that it is not there is an obstacle, reported later."""
-    if _has_cifar(data_dir):
+    """Raises if CIFAR-10 in the directory is damaged; missing files are not an error."""
+    if missing_files("cifar10", data_dir) is None:
         for split in ("train", "test"):
             load_cifar10(split, data_dir)
 
@@ -288,7 +278,7 @@ def _dispatch(task: ImageDataset, test: ImageTest) -> Tensor:
 
 
 def _has_rotation_labels(task: ImageDataset) -> bool:
-    """Whether labels say what was done to an image rather than what it shows."""
+    """Whether labels are rotations, and the classes of CIFAR-10 only clusters."""
     return task.num_classes != len(task.cluster_names)
 
 
@@ -337,7 +327,7 @@ _RELEASED_RATE = 0.01
 
 
 def plan(preset: str, fidelity: Fidelity) -> paper.Plan[ImageResult]:
-    """The cells there are, by name: task or "released", network, single or mixture, trial."""
+    """Returns the cells by names such as "images/rotate/cnn/mixture/0" or "images/released/resnet18/single/0"."""
     if fidelity == "released":
         return _released_plan() if preset == "full" else {}
     if preset == "quick" or fidelity != "print":

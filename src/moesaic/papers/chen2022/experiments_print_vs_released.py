@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 
-from moesaic import keyed_random
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022 import experiments_synthetic
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterSetting
-from moesaic.papers.chen2022.experiments_ensembles import shared_samples
-from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
-from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
-from moesaic.papers.chen2022.two_layer_networks import Mixture
+from moesaic.papers.chen2022.experiments_ensembles import SharedSamplesCell
+from moesaic.papers.chen2022.experiments_synthetic import MixtureCell, test_accuracy
 from moesaic.papers.engine import paper
-from moesaic.papers.engine.cells import Cell, CellArrays, to_arrays
+from moesaic.papers.engine.cells import Cell, CellArrays
 from moesaic.papers.engine.runner import Runner
 
 __all__ = ["BALANCE_FORMS", "BALANCE_SETTINGS", "FIGURE_1_FORMS", "GROUP_FORMS", "PRINTED_START", "DatasetCell", "plan"]
@@ -61,12 +58,9 @@ The code has 0.001, which is σ0 = 0.0008 in the units of print."""
 
 
 @dataclass(frozen=True)
-class DatasetCell:
+class DatasetCell(SharedSamplesCell):
     """Trains ``starts`` networks from different initial weights on each of several datasets."""
 
-    model: Mixture
-    schedule: MixtureSchedule
-    setting: ClusterSetting
     datasets: int = 5
     starts: int = 4
     """Networks per dataset."""
@@ -77,37 +71,17 @@ class DatasetCell:
     def steps(self) -> int:
         return self.datasets * self.starts * self.schedule.steps
 
-    def missing_requirement(self, runner: Runner) -> str | None:
-        return None
-
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "datasets", "engine": ENGINE, **asdict(self), "seed": runner.seed}
 
-    def result(self, stored: dict[str, Any]) -> CellArrays:
-        return to_arrays(stored)
-
     def measure(self, runner: Runner) -> dict[str, Any]:
-        networks = range(self.datasets * self.starts)
-        source = shared_samples(self.setting, networks, self.starts, runner.seed)
-        trained = train_mixtures(
-            self.model,
-            source,
-            trials=networks,
-            samples=self.samples,
-            schedule=self.schedule,
-            seed=runner.seed,
-            device=runner.device,
-            progress=runner.progress,
-        )
+        source, trained = self._train(runner, self.datasets, self.starts, self.samples)
         accuracy: list[float] = []
-        for network in networks:
+        for network in range(self.datasets * self.starts):
             own = trained.keys[network : network + 1]
             test = source.draw(own, self.test_samples, "test")
-            noise = None
-            if self.model.noise_in_test:
-                noise = keyed_random.coarse_uniform(own, "chen2022/test noise", self.test_samples, self.model.experts)
-            outputs, _ = trained.mixtures.of(torch.tensor([network], device=own.device)).predict(test.patches, noise)
-            accuracy.append(100 * ((2.0 * test.labels - 1.0) * outputs > 0).double().mean().item())
+            mixture = trained.mixtures.of(torch.tensor([network], device=own.device))
+            accuracy.append(test_accuracy(mixture, test, own)[0])
         rows = range(0, len(accuracy), self.starts)
         return {"accuracy": [accuracy[row : row + self.starts] for row in rows]}
 

@@ -25,7 +25,7 @@ from moesaic.papers.chen2022.theory.smoothing import routing_probabilities, stee
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture, Mixtures
 from moesaic.papers.engine import paper
-from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays, to_arrays
+from moesaic.papers.engine.cells import AnalyticCell, ArrayCell, Cell, CellArrays
 from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.runner import Runner
 
@@ -43,6 +43,7 @@ __all__ = [
     "SmoothingCell",
     "claim",
     "plan",
+    "test_accuracy",
 ]
 
 Array = NDArray[np.float64]
@@ -66,7 +67,7 @@ def claim(id: str, where: str, statement: str, published: float | str | None, ru
 
 
 @dataclass(frozen=True)
-class MixtureCell:
+class MixtureCell(ArrayCell):
     """Trains the trials of one network, each on its own samples."""
 
     model: Mixture
@@ -87,15 +88,9 @@ class MixtureCell:
         """T_1, the number of steps of the exploration stage, from the printed rates and σ0."""
         return exploration_steps(self.schedule.learning_rate, self.model.init_scale)
 
-    def missing_requirement(self, runner: Runner) -> str | None:
-        return None
-
     def spec(self, runner: Runner) -> dict[str, Any]:
         recorder = {"recorder": RECORDER} if self.setting == "figure 1" else {}  # of the others no claim reads it
         return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed, **recorder}
-
-    def result(self, stored: dict[str, Any]) -> CellArrays:
-        return to_arrays(stored)
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         source = ClusterPatches.setting(self.setting)
@@ -119,7 +114,7 @@ class MixtureCell:
             **self._test_measurements(source, trained),
         }
         if recorder is not None:
-            measured |= recorder.to_arrays()
+            measured |= recorder.measurements()
         return measured
 
     def _test_measurements(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
@@ -129,11 +124,8 @@ class MixtureCell:
             keys = trained.keys[t : t + 1]
             mixtures = trained.mixtures.of(torch.tensor([t], device=keys.device))
             test = source.draw(keys, self.test_samples, "test")
-            noise = None
-            if self.model.noise_in_test:
-                noise = keyed_random.coarse_uniform(keys, "chen2022/test noise", self.test_samples, self.model.experts)
-            outputs, chosen = mixtures.predict(test.patches, noise)
-            each: dict[str, Any] = {"accuracy": 100 * _is_correct(outputs, test.labels).double().mean().item()}
+            accuracy, chosen = test_accuracy(mixtures, test, keys)
+            each: dict[str, Any] = {"accuracy": accuracy}
             if self.model.routed:
                 train = source.draw(keys, self.samples, "train")
                 each |= {
@@ -193,7 +185,7 @@ class _TrainingRecorder:
         for place, trial in enumerate(trials):
             self._recorded[step, trial] = {name: _rounded(values[place]) for name, values in measured.items()}
 
-    def to_arrays(self) -> dict[str, Any]:
+    def measurements(self) -> dict[str, Any]:
         """Returns the measurements at the S regular steps (T, S, …), and those that are made once (T, …)."""
         trials = range(self._cell.trials)
         names = [name for name in self._recorded[0, 0] if name not in ("groups", "explored_accuracy")]
@@ -210,6 +202,15 @@ class _TrainingRecorder:
         return next(
             self._recorded[moment, trial] for moment in range(step, -1, -1) if (moment, trial) in self._recorded
         )
+
+
+def test_accuracy(mixture: Mixtures, test: ClusterData, keys: Tensor) -> tuple[float, Tensor]:
+    """Returns one network's accuracy in percent and the experts (1, B), with noise if the model has it in tests."""
+    noise = None
+    if mixture.model.noise_in_test:
+        noise = keyed_random.coarse_uniform(keys, "chen2022/test noise", test.labels.shape[1], mixture.model.experts)
+    outputs, chosen = mixture.predict(test.patches, noise)
+    return 100 * _is_correct(outputs, test.labels).double().mean().item(), chosen
 
 
 def _is_correct(outputs: Tensor, labels: Tensor) -> Tensor:

@@ -27,7 +27,14 @@ from moesaic.argument_checks import check_choice, check_device, check_positive
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.two_layer_networks import FilterActivation, Mixture, Mixtures, activate
-from moesaic.papers.engine.thread_pool import SharedProgress, check_trials, flushing_denormals, run_in_threads
+from moesaic.papers.engine.trial_chunks import (
+    SharedProgress,
+    check_trials,
+    concatenate,
+    flushing_denormals,
+    replayable,
+    run_chunks,
+)
 from moesaic.training.progress import NoProgress, Progress
 
 __all__ = ["MixtureSchedule", "StepCallback", "TrainedMixtures", "train_mixtures"]
@@ -187,38 +194,9 @@ def train_mixtures(
         with flushing_denormals():
             return _train(_Chunk(mixtures, data, keys, schedule), notify, shared_progress)
 
-    starts = range(0, len(numbers), chunk)
-    parts = (
-        [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, shared_progress)
-    )
-    return _concatenate(parts)
-
-
-def _concatenate(parts: list[TrainedMixtures]) -> TrainedMixtures:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    several = [part.mixtures for part in parts]
-    mixtures = replace(
-        first.mixtures,
-        weights=torch.cat([each.weights for each in several]),
-        bias=None
-        if first.mixtures.bias is None
-        else torch.cat([each.bias for each in several if each.bias is not None]),
-        router=(
-            None
-            if first.mixtures.router is None
-            else torch.cat([each.router for each in several if each.router is not None])
-        ),
-    )
-    return TrainedMixtures(
-        mixtures,
-        torch.cat([part.steps for part in parts]),
-        torch.cat([part.losses for part in parts]),
-        torch.cat([part.errors for part in parts]),
-        torch.cat([part.dispatch for part in parts]),
-        torch.cat([part.keys for part in parts]),
-    )
+    parts = run_chunks(train, range(0, len(numbers), chunk), device, shared_progress)
+    mixtures = concatenate([part.mixtures for part in parts], "weights", "bias", "router")
+    return replace(concatenate(parts, "steps", "losses", "errors", "dispatch", "keys"), mixtures=mixtures)
 
 
 def _train(
@@ -234,7 +212,7 @@ def _train(
         work.dispatch.clone(),
         work.keys,
     )
-    run = _step_runner(work)
+    run = replayable(work.run_step, work.state)
     notify(0, work, which)
     for step in range(1, steps + 1):
         run()
@@ -251,7 +229,7 @@ def _train(
                 return done
             remaining = work.active.nonzero()[:, 0]
             work, which = work.of(remaining), which[remaining]
-            run = _step_runner(work)
+            run = replayable(work.run_step, work.state)
     _store(done, work, which)
     return done
 
@@ -264,25 +242,6 @@ def _store(done: TrainedMixtures, work: _Chunk, which: Tensor) -> None:
     for stored, now in ((done.mixtures.bias, work.mixtures.bias), (done.mixtures.router, work.mixtures.router)):
         if stored is not None and now is not None:
             stored[which] = now
-
-
-def _step_runner(work: _Chunk) -> Callable[[], None]:
-    """Returns the step as a function; on a GPU the replay of a CUDA graph, as launches outlast kernels."""
-    if not work.keys.is_cuda:
-        return work.run_step
-    state = work.state
-    before = [each.clone() for each in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work.run_step()  # libraries initialize at the first call, which a graph must not capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work.run_step()
-    for each, value in zip(state, before, strict=True):
-        each.copy_(value)
-    return graph.replay
 
 
 class _Chunk:

@@ -23,8 +23,10 @@ from moesaic.papers.chowdhury2023.experiments_two_layer import (
     SPLITS,
     ClaimCheck,
     ExperimentResults,
-    separation,
+    claim,
+    separated_patterns,
 )
+from moesaic.papers.chowdhury2023.theory.pattern_separation import separation
 from moesaic.papers.engine.decision_rules import (
     AHEAD_RULE,
     CheckResult,
@@ -33,7 +35,6 @@ from moesaic.papers.engine.decision_rules import (
     at_least,
     below,
 )
-from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.power_law import least_squares_slopes, power_law_exponent
 
 __all__ = ["CHECKS"]
@@ -60,13 +61,13 @@ def _split(experiment: ExperimentResults) -> CheckResult:
 def _delta(kind: str) -> ClaimCheck:
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         lines = [experiment.series(f"delta-{kind}/r={each}") for each in SEPARATIONS]
-        deltas = [1 / (1 - max(source.delta_d, source.delta_r) ** 2) for source in map(separation, SEPARATIONS)]
+        sources = map(separated_patterns, SEPARATIONS)
+        deltas = [separation(source.delta_d, source.delta_r) for source in sources]
         values = np.stack([np.stack([each.accuracy for each in results]) for _, results in lines])
         return needed_growth(deltas, lines[0][0], values, LEVEL, most_power=6.0)
 
-    claim = Claim(
+    finding = claim(
         f"finding3-{kind}",
-        "chowdhury2023",
         "Key finding III",
         f"Larger separation among patterns, a smaller δ, reduces the samples that {kind}-training pMoE needs (exponent "
         "of δ).",
@@ -76,7 +77,7 @@ def _delta(kind: str) -> ClaimCheck:
         f"accuracy reaches {LEVEL:g} %, interpolated between 10 and 640. {growth_rule(6.0)}; undecided too if fewer "
         "than two δ need a number within the sizes tried.",
     )
-    return ClaimCheck(claim, (f"delta-{kind}/",), evaluate, ("print",))
+    return ClaimCheck(finding, (f"delta-{kind}/",), evaluate, ("print",))
 
 
 def _iterations(experiment: ExperimentResults) -> CheckResult:
@@ -99,17 +100,12 @@ def _classified(experiment: ExperimentResults) -> CheckResult:
     return at_least(min(found, key=lambda each: each.value), LEVEL)
 
 
-def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    return Claim(id, "chowdhury2023", where, statement, published, rule)
-
-
 _MANY = f"The distribution of Section M with c = {CLASSES} classes (n = 16, d = 64, l* = 1), 2 000 training samples. "
 
 CHECKS: tuple[ClaimCheck, ...] = (
     ClaimCheck(
-        Claim(
+        claim(
             "fig6-split",
-            "chowdhury2023",
             "Our own",
             f"With {NEURONS} neurons in all, whatever the number of experts that share them, the accuracy of "
             "joint-training pMoE falls with k (points for every doubling of k).",
@@ -122,7 +118,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         _split,
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "finding2-fewer-neurons",
             "Key finding II",
             f"pMoE requires fewer neurons than the CNN: with {PMOE_WIDTHS[0]} neurons in all, joint-training pMoE is "
@@ -136,7 +132,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("print",),
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "abstract-larger-cnn",
             "Abstract",
             "A CNN of larger capacity does not close the gap: joint-training pMoE of 40 neurons is more accurate than "
@@ -152,7 +148,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
     _delta("separate"),
     _delta("joint"),
     ClaimCheck(
-        _claim(
+        claim(
             "table1-iterations",
             "Table 1",
             "In separate training the number of iterations grows polynomially with l (exponent of l).",
@@ -165,7 +161,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("print",),
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "sectionM-routers",
             "Section M",
             "With more than two classes, routers trained in pairs send the discriminative patch of every sample to its "
@@ -179,7 +175,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("print",),
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "sectionM-accuracy",
             "Section M",
             "With more than two classes, separate- and joint-training pMoE learn the classes (test accuracy in "

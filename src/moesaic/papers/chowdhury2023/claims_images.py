@@ -9,22 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate, mean, sample_ratio
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import claims_training_cost
-from moesaic.papers.chowdhury2023.claims_image_rules import (
-    LENGTH,
-    SAVING_RULE,
-    Array,
-    ClaimCheck,
-    ExperimentResults,
-    accuracies,
-    cell_prefixes,
-    curve,
-    image_check,
-    saving,
-)
 from moesaic.papers.chowdhury2023.experiments_images import (
     COMPARED,
     EPOCHS,
@@ -34,8 +23,19 @@ from moesaic.papers.chowdhury2023.experiments_images import (
     TRIALS,
     Arm,
     WideResult,
+    accuracies,
+    accuracy_curve,
+    cell_prefixes,
     runs_of,
     sizes_of,
+)
+from moesaic.papers.chowdhury2023.image_claim_rules import (
+    LENGTH,
+    SAVING_RULE,
+    ClaimCheck,
+    ExperimentResults,
+    image_check,
+    saving,
 )
 from moesaic.papers.engine.decision_rules import (
     AHEAD_RULE,
@@ -47,6 +47,8 @@ from moesaic.papers.engine.decision_rules import (
 )
 
 __all__ = ["CHECKS", "MAJORITY", "MINORITY", "NOTE"]
+
+Array = NDArray[np.float64]
 
 MAJORITY = ("smiling, black hair", "not smiling, blond hair")
 """The groups of 95 % of the training faces of the spurious task."""
@@ -61,15 +63,15 @@ NOTE = (
 )
 """Remark for the report."""
 
+_ARMS: tuple[Arm, Arm] = ("pmoe", "wrn")
 _LEVEL = 86.0
 _FIFTH = 0.2
 
 
 def _lead(experiment: ExperimentResults, task: str, samples: int) -> Array:
     """Returns the leads (T,) of WRN-pMoE over WRN, in points."""
-    return accuracies(runs_of(experiment, task, "pmoe", samples)) - accuracies(
-        runs_of(experiment, task, "wrn", samples)
-    )
+    ours, theirs = (accuracies(runs_of(experiment, task, arm, samples)) for arm in _ARMS)
+    return ours - theirs
 
 
 def _compared_sizes(experiment: ExperimentResults, task: str) -> list[int]:
@@ -99,8 +101,8 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Claim
 
 
 def _fifth(experiment: ExperimentResults) -> CheckResult:
-    ours, theirs = curve(experiment, "celeba-smiling", "pmoe"), curve(experiment, "celeba-smiling", "wrn")
-    reached = [bool((accuracies.mean(axis=1) >= _LEVEL).any()) for _, accuracies in (ours, theirs)]
+    ours, theirs = (accuracy_curve(experiment, "celeba-smiling", arm) for arm in _ARMS)
+    reached = [bool((values.mean(axis=1) >= _LEVEL).any()) for _, values in (ours, theirs)]
     if not any(reached):
         return CheckResult(f"undecided: neither network reaches {_LEVEL:g} % with the samples tried")
     if not reached[0]:
@@ -110,8 +112,7 @@ def _fifth(experiment: ExperimentResults) -> CheckResult:
 
 def _lower(experiment: ExperimentResults) -> CheckResult:
     drops: list[Estimate] = []
-    arms: tuple[Arm, Arm] = ("wrn", "pmoe")
-    for arm in arms:
+    for arm in _ARMS:
         most = sizes_of(experiment, "celeba-spurious", arm)[-1]
         fewer = max(samples for samples in sizes_of(experiment, "celeba-smiling", arm) if samples <= most)
         plain, spurious = (
@@ -127,8 +128,7 @@ def _group_lead(experiment: ExperimentResults, value: Callable[[WideResult], flo
     """Returns the difference of a value between WRN-pMoE and WRN, with the most samples."""
     samples = sizes_of(experiment, "celeba-spurious")[-1]
     ours, theirs = (
-        np.array([value(run) for run in runs_of(experiment, "celeba-spurious", arm, samples)])
-        for arm in ("pmoe", "wrn")
+        np.array([value(run) for run in runs_of(experiment, "celeba-spurious", arm, samples)]) for arm in _ARMS
     )
     return mean(ours - theirs)
 

@@ -17,6 +17,7 @@ from moesaic.papers.chowdhury2023.experiments_two_layer import (
     ClaimCheck,
     ExperimentResults,
     Result,
+    claim,
 )
 from moesaic.papers.engine.decision_rules import (
     AHEAD_RULE,
@@ -27,7 +28,6 @@ from moesaic.papers.engine.decision_rules import (
     at_most,
     below,
 )
-from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.power_law import least_squares_slopes, power_law_exponent
 
 __all__ = ["CHECKS", "OWN_CHECKS", "grows", "growth_rule", "needed_growth"]
@@ -53,9 +53,8 @@ def _ahead(line: str, than: str = "fig4/cnn") -> ClaimCheck:
         _, theirs = experiment.series(than)
         return ahead_everywhere([mean(a.accuracy - b.accuracy) for a, b in zip(ours, theirs, strict=True)], "sizes")
 
-    claim = Claim(
+    described = claim(
         id=f"fig4-{line}-ahead",
-        paper="chowdhury2023",
         where="Figure 4",
         statement=f"With the same number of training samples, {line}-training pMoE has a higher test accuracy than the "
         "CNN (lead in points).",
@@ -63,7 +62,7 @@ def _ahead(line: str, than: str = "fig4/cnn") -> ClaimCheck:
         rule="Mean lead in test accuracy over the CNN, in points, at each number of samples N; trials share their "
         "data. Shown: the smallest lead. " + AHEAD_RULE,
     )
-    return ClaimCheck(claim, (f"fig4/{line}/", f"{than}/"), evaluate)
+    return ClaimCheck(described, (f"fig4/{line}/", f"{than}/"), evaluate)
 
 
 def _curve(experiment: ExperimentResults, prefix: str) -> Curve:
@@ -78,9 +77,8 @@ def _arriving(result: CheckResult) -> CheckResult:
 
 
 def _half_saved(line: str) -> ClaimCheck:
-    claim = Claim(
+    described = claim(
         id=f"slides-{line}-half",
-        paper="chowdhury2023",
         where="Slides",
         statement=f"{line.capitalize()}-training pMoE saves almost half of the training samples that the CNN needs "
         "(share of samples that is left).",
@@ -88,7 +86,7 @@ def _half_saved(line: str) -> ClaimCheck:
         rule="The ratio of fig4-joint-samples and fig4-separate-samples, at 95 % test accuracy. Almost half is taken "
         "as 45 %: holds if the interval is at or below 0.55, fails if it is above.",
     )
-    return ClaimCheck(claim, (f"fig4/{line}/", "fig4/cnn/"), _sample_share(line, 0.55))
+    return ClaimCheck(described, (f"fig4/{line}/", "fig4/cnn/"), _sample_share(line, 0.55))
 
 
 def _sample_share(line: str, limit: float) -> Callable[[ExperimentResults], CheckResult]:
@@ -100,10 +98,8 @@ def _sample_share(line: str, limit: float) -> Callable[[ExperimentResults], Chec
 
 
 def _fewer_samples(line: str) -> ClaimCheck:
-
-    claim = Claim(
+    described = claim(
         id=f"fig4-{line}-samples",
-        paper="chowdhury2023",
         where="Figure 4",
         statement=f"{line.capitalize()}-training pMoE needs only 60 % of the training samples that the CNN needs for "
         "95 % test accuracy (share of samples).",
@@ -112,7 +108,7 @@ def _fewer_samples(line: str) -> ClaimCheck:
         "trials. A CNN that never gets there counts with the largest N, which favours it. Holds if the interval is "
         "at or below 0.6, fails if it is above.",
     )
-    return ClaimCheck(claim, (f"fig4/{line}/", "fig4/cnn/"), _sample_share(line, 0.6))
+    return ClaimCheck(described, (f"fig4/{line}/", "fig4/cnn/"), _sample_share(line, 0.6))
 
 
 def _faster(experiment: ExperimentResults) -> CheckResult:
@@ -201,9 +197,8 @@ def _falls(figure: str, least: float, logarithmic: bool) -> ClaimCheck:
         return replace(found, verdict="fails: accuracy rises") if found.verdict == "fails" else found
 
     reason = "at which the paper's Figure 9 shows Assumption 4.4" if logarithmic else "which the paper reads off as l*"
-    claim = Claim(
+    described = claim(
         id=f"{figure}-falls",
-        paper="chowdhury2023",
         where=f"Figure {figure[3:]}",
         statement=f"With the number of samples fixed, the accuracy of joint-training pMoE falls with {letter} once "
         f"{letter} is {least:.0f} or more (points for every {unit}).",
@@ -211,7 +206,7 @@ def _falls(figure: str, least: float, logarithmic: bool) -> ClaimCheck:
         rule=f"Slope of test accuracy, in points for every {unit}, from {letter} = {least:.0f} on, {reason}; one slope "
         "a trial, averaged over the fixed sample sizes. Holds if the interval is below 0, fails if it is above.",
     )
-    return ClaimCheck(claim, (f"{figure}/",), evaluate)
+    return ClaimCheck(described, (f"{figure}/",), evaluate)
 
 
 def _order(figure: str, least: float, published: float) -> ClaimCheck:
@@ -234,9 +229,8 @@ def _order(figure: str, least: float, published: float) -> ClaimCheck:
         }[found.low > 0, found.low <= published <= found.high]
         return CheckResult(verdict, found.value, found.interval)
 
-    claim = Claim(
+    described = claim(
         id=f"{figure}-order",
-        paper="chowdhury2023",
         where=f"Figure {figure[3:]}",
         statement=f"The test error of joint-training pMoE grows like {letter} to the power {published:g}, as Theorem "
         "4.5 predicts for a fixed number of samples (exponent).",
@@ -245,7 +239,7 @@ def _order(figure: str, least: float, published: float) -> ClaimCheck:
         f"sample sizes, bootstrapped over trials. Holds if the interval is above 0 and contains {published:g}, partly "
         "if it is above 0 alone, undecided if it contains both, else fails.",
     )
-    return ClaimCheck(claim, (f"{figure}/",), evaluate)
+    return ClaimCheck(described, (f"{figure}/",), evaluate)
 
 
 def _peak(experiment: ExperimentResults) -> CheckResult:
@@ -276,9 +270,8 @@ def _largest_gate(label: int, published: float) -> ClaimCheck:
         )
 
     number = 1 if label == 1 else 2  # o_1 is the class y = +1, digits "1"
-    claim = Claim(
+    described = claim(
         id=f"fig9-class{number}",
-        paper="chowdhury2023",
         where="Figure 9",
         statement=f"With 300 training samples and l = 6, one expert of joint-training pMoE gives the largest gate to "
         f'the discriminative patch of class {number} (digit "{label}") for {published:.0f} % of the test samples.',
@@ -286,7 +279,7 @@ def _largest_gate(label: int, published: float) -> ClaimCheck:
         rule="Share of the class's test samples, in percent, for the expert that does best, mean over trials. Holds if "
         "the interval is above the published value less 3 points, fails if it is below that.",
     )
-    return ClaimCheck(claim, ("fig4/joint/", "fig4/joint/300"), evaluate)
+    return ClaimCheck(described, ("fig4/joint/", "fig4/joint/300"), evaluate)
 
 
 def _best_samples(than: str) -> ClaimCheck:
@@ -294,9 +287,8 @@ def _best_samples(than: str) -> ClaimCheck:
         return _arriving(below(sample_ratio(LEVEL, _curve(experiment, "best/pmoe"), _curve(experiment, than)), 1.0))
 
     other = "joint-training pMoE as printed" if than == "printed/joint" else "a CNN trained with the same care"
-    claim = Claim(
+    described = claim(
         id="best-against-print" if than == "printed/joint" else "best-against-cnn",
-        paper="chowdhury2023",
         where="Our own",
         statement=f"Our two-layer pMoE (TwoLayer.best) needs fewer training samples for 95 % test accuracy than "
         f"{other} (share of samples).",
@@ -304,7 +296,7 @@ def _best_samples(than: str) -> ClaimCheck:
         rule="Ratio of the samples at which the mean curves reach 95 %, as for Figure 4. Holds if the interval is "
         "below 1, fails if it is above.",
     )
-    return ClaimCheck(claim, ("best/pmoe/", f"{than}/"), evaluate, ("best",))
+    return ClaimCheck(described, ("best/pmoe/", f"{than}/"), evaluate, ("best",))
 
 
 def _suggested(experiment: ExperimentResults) -> CheckResult:
@@ -318,10 +310,6 @@ def _suggested(experiment: ExperimentResults) -> CheckResult:
     return at_most(mean(loss), 1.0)
 
 
-def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    return Claim(id, "chowdhury2023", where, statement, published, rule)
-
-
 CHECKS: tuple[ClaimCheck, ...] = (
     _fewer_samples("joint"),
     _fewer_samples("separate"),
@@ -329,7 +317,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
     _ahead("separate"),
     replace(
         ClaimCheck(
-            _claim(
+            claim(
                 "fig4-faster",
                 "Figure 4",
                 "pMoE reaches zero training error in far fewer epochs than the CNN (how many times fewer).",
@@ -343,7 +331,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         fidelities=("print",),  # the released code trains 150 epochs whatever happens
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "fig5-polynomial",
             "Figure 5",
             "In separate training the number of samples needed grows polynomially with l (exponent of l).",
@@ -361,7 +349,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
     _falls("fig7", L_STAR, logarithmic=False),
     _order("fig7", L_STAR, 0.375),
     ClaimCheck(
-        _claim(
+        claim(
             "fig7-threshold",
             "Figure 7",
             "Test accuracy against l peaks at l* = 6.",
@@ -373,7 +361,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         _peak,
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "fig8-top4",
             "Figure 8",
             "With 300 training samples, the separately trained router has the discriminative patch among its top 4 for "
@@ -396,7 +384,7 @@ OWN_CHECKS: tuple[ClaimCheck, ...] = (
     _best_samples("printed/joint"),
     _best_samples("best/cnn"),
     ClaimCheck(
-        _claim(
+        claim(
             "best-suggested-l",
             "Our own",
             "The l that suggest_patches_per_expert picks from 300 training samples, without knowing where the "

@@ -10,10 +10,10 @@ from moesaic.papers.chowdhury2023.experiments_two_layer import (
     PATTERNS,
     ClaimCheck,
     ExperimentResults,
+    claim,
 )
 from moesaic.papers.chowdhury2023.theory.separability import inseparable_samples, patterns_separable
 from moesaic.papers.engine.decision_rules import CheckResult, at_least
-from moesaic.papers.engine.findings import Claim
 
 __all__ = ["CHECKS"]
 
@@ -51,13 +51,9 @@ def _inseparable(experiment: ExperimentResults) -> CheckResult:
     return CheckResult(f"fails: {reason} ({proof})" if separable else "holds", separable)
 
 
-def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    return Claim(id, "chowdhury2023", where, statement, published, rule)
-
-
 CHECKS: tuple[ClaimCheck, ...] = (
     ClaimCheck(
-        _claim(
+        claim(
             "lemma4.1-routers",
             "Lemma 4.1",
             "For l ≥ l*, separately trained routers send the discriminative patch of every sample to its expert.",
@@ -71,7 +67,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("print",),
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "lemmaK.1-inseparable",
             "Lemma K.1",
             "As long as l* = Ω(1), the distribution is not linearly separable (how many of two are).",
@@ -85,7 +81,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("print",),
     ),
     ClaimCheck(
-        _claim(
+        claim(
             "lemmasGHI-coupling",
             "Lemmas G.1, H.1, I.1",
             "In wide networks a constant share of neurons keeps its activation pattern over √m steps, so that the "

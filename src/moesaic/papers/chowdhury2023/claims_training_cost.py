@@ -11,23 +11,32 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from moesaic.intervals import ratio_estimate, samples_at
-from moesaic.papers.chowdhury2023.claims_image_rules import (
+from moesaic.papers.chowdhury2023.experiments_images import (
+    CONVERGED,
+    Arm,
+    StepResult,
+    WideResult,
+    accuracy_curve,
+    cell_prefixes,
+    runs_of,
+    sizes_of,
+)
+from moesaic.papers.chowdhury2023.image_claim_rules import (
     LENGTH,
     SAVING_RULE,
-    Array,
     ClaimCheck,
     ExperimentResults,
-    cell_prefixes,
-    curve,
     image_check,
     saving,
 )
-from moesaic.papers.chowdhury2023.experiments_images import CONVERGED, Arm, StepResult, WideResult, runs_of, sizes_of
 from moesaic.papers.engine.decision_rules import CheckResult, below
 
 __all__ = ["CHECKS"]
+
+Array = NDArray[np.float64]
 
 _FOUR = "celeba-4class"
 _STEP = "wide-step/both/64"
@@ -35,8 +44,8 @@ _STEP = "wide-step/both/64"
 
 def _curves(experiment: ExperimentResults) -> tuple[list[float], Array, Array]:
     """Returns the sizes (S,) and the accuracies (S, T) of WRN-pMoE and WRN."""
-    sizes, ours = curve(experiment, _FOUR, "pmoe")
-    return list(sizes), ours, curve(experiment, _FOUR, "wrn")[1]
+    sizes, ours = accuracy_curve(experiment, _FOUR, "pmoe")
+    return list(sizes), ours, accuracy_curve(experiment, _FOUR, "wrn")[1]
 
 
 def _slide_samples(experiment: ExperimentResults) -> CheckResult:

@@ -12,7 +12,7 @@ have the same number of epochs and, within a trial, the same images.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -23,17 +23,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from moesaic import keyed_random
 from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.celeba import read_celeba
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.image_dataset import Augment, ImageDataset, LabelledImages, Normalize
 from moesaic.data.load import Normalization, load_images
+from moesaic.intervals import Curve
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.paper_fidelity import Fidelity
-from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+from moesaic.papers.chowdhury2023.data import cifar_mosaics
 from moesaic.papers.engine import paper
 from moesaic.papers.engine.runner import Runner
 from moesaic.training.fit import Epoch, fit
@@ -53,6 +53,9 @@ __all__ = [
     "StepResult",
     "WideCell",
     "WideResult",
+    "accuracies",
+    "accuracy_curve",
+    "cell_prefixes",
     "check_data",
     "epochs",
     "plan",
@@ -86,7 +89,7 @@ _FILES = {
     "cifar-vehicles": _CIFAR,
 }
 
-cifar_mosaic_datasets.register()
+cifar_mosaics.register()
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +159,7 @@ class WideCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         whole = _scaled(_loaded(self.task, runner.data_dir, self.size), self.scale, self.augment)
         task = whole.subset(self.samples, seed)  # the same subset for all networks of a trial
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
@@ -334,6 +337,22 @@ def sizes_of(experiment: paper.ExperimentResults[Any], task: str, arm: Arm = "pm
     return sorted(
         {int(name.removeprefix(start).partition("/")[0]) for name in experiment.plan if name.startswith(start)}
     )
+
+
+def cell_prefixes(*tasks: str) -> tuple[str, ...]:
+    """Returns the name prefixes of the runs of both networks on some tasks."""
+    return tuple(f"wide/{task}/{arm}/" for task in tasks for arm in ("wrn", "pmoe"))
+
+
+def accuracies(runs: Sequence[WideResult]) -> Array:
+    """Returns the test accuracies (T,) in percent."""
+    return np.array([run.accuracy for run in runs])
+
+
+def accuracy_curve(experiment: paper.ExperimentResults[Any], task: str, arm: Arm) -> Curve:
+    """Returns test accuracies by number of samples."""
+    sizes = sizes_of(experiment, task, arm)
+    return sizes, np.stack([accuracies(runs_of(experiment, task, arm, samples)) for samples in sizes])
 
 
 EPOCHS = 50

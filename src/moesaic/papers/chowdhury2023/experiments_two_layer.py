@@ -1,7 +1,9 @@
-"""Experiments of Chowdhury et al. 2023, Section 5.1: trials of two-layer networks on MNIST patches.
+"""Experiments of Chowdhury et al. 2023 with two-layer networks, on MNIST patches and on synthetic patterns.
 
-`TwoLayerCell` trains the trials of one network on one number of samples. `plan` lists the cells of a preset: which
-networks, how many samples and how many trials. Every trial has its own training and test samples.
+MNIST patches are those of Section 5.1 (Figures 4 to 9). Synthetic patterns are those of the theory's data model
+(Section 4.2, and Section M for several classes), on which lemmas and key findings are tested. `TwoLayerCell` trains the
+trials of one network on one number of samples, `SuggestionCell` estimates l from samples. `plan` lists the cells of a
+preset: which networks, how many samples and how many trials. Every trial has its own training and test samples.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from moesaic.argument_checks import check_positive
 from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits
 from moesaic.paper_fidelity import Fidelity
-from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.theory.activation_patterns import coupling
 from moesaic.papers.chowdhury2023.theory.patches_per_expert_estimate import suggest_patches_per_expert
@@ -30,6 +32,7 @@ from moesaic.papers.chowdhury2023.theory.proper_routing import proper_routing, r
 from moesaic.papers.chowdhury2023.trial_training import Schedule, TrainedNetworks, accuracy, train_trials
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer
 from moesaic.papers.engine import paper
+from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.runner import Runner
 
 __all__ = [
@@ -48,9 +51,10 @@ __all__ = [
     "Sizes",
     "SuggestionCell",
     "TwoLayerCell",
+    "claim",
     "digit_source",
     "plan",
-    "separation",
+    "separated_patterns",
 ]
 
 Array = NDArray[np.float64]
@@ -210,6 +214,11 @@ class SuggestionCell:
 Plan = paper.Plan[Result]
 ExperimentResults = paper.ExperimentResults[Result]
 ClaimCheck = paper.ClaimCheck[Result]
+
+
+def claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
+    """Returns a claim of this paper."""
+    return Claim(id, "chowdhury2023", where, statement, published, rule)
 
 
 class _PatternRecorder:
@@ -397,7 +406,7 @@ def _theory_plan() -> dict[str, TwoLayerCell]:
     }
 
 
-def separation(hundredths: int) -> PatternPatches:
+def separated_patterns(hundredths: int) -> PatternPatches:
     """Returns the distribution of Section 4.2 with δ_r = ``hundredths``/100 and l* = 1."""
     return PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=hundredths / 100, pattern_sets=8)
 
@@ -412,7 +421,9 @@ def _capacity_plan(trials: int) -> dict[str, TwoLayerCell]:
     for kind, model in models.items():
         for delta in SEPARATIONS:
             for n in SEPARATION_SAMPLES:
-                cells[f"delta-{kind}/r={delta}/{n}"] = TwoLayerCell(model, schedule, n, trials, separation(delta))
+                cells[f"delta-{kind}/r={delta}/{n}"] = TwoLayerCell(
+                    model, schedule, n, trials, separated_patterns(delta)
+                )
     several = {**models, "separate": TwoLayer.separate("print", classes=CLASSES)}
     for kind, model in several.items():
         cells[f"classes/{kind}/2000"] = TwoLayerCell(model, schedule, 2000, 5, MANY_CLASSES)

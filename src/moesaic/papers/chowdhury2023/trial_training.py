@@ -23,7 +23,7 @@ from moesaic.argument_checks import check_device, check_positive
 from moesaic.paper_fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.closed_form_router import class_sums, trained_routers
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer, error_signal, standardise_
-from moesaic.papers.engine.thread_pool import SharedProgress, check_trials, run_in_threads
+from moesaic.papers.engine.trial_chunks import SharedProgress, check_trials, concatenate, replayable, run_chunks
 from moesaic.papers.engine.trial_datasets import PatchSource, TrialData
 from moesaic.training.progress import NoProgress, Progress
 
@@ -142,15 +142,9 @@ def train_trials(
             networks = replace(networks, routers=_train_routers(networks.routers.to(dtype), data, schedule))
         return _train(networks, data, keys, schedule, shared_progress, callback, start)
 
-    parts = (
-        [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, shared_progress)
-    )
-    return TrainedNetworks(
-        _concatenate([part.networks for part in parts]),
-        torch.cat([part.epochs for part in parts]),
-        torch.cat([part.errors for part in parts]),
-        torch.cat([part.keys for part in parts]),
-    )
+    parts = run_chunks(train, starts, device, shared_progress)
+    networks = concatenate([part.networks for part in parts], "kernels", "output", "routers", "centre")
+    return replace(concatenate(parts, "epochs", "errors", "keys"), networks=networks)
 
 
 def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, device: torch.device) -> int:
@@ -175,19 +169,6 @@ def _is_correct(outputs: Tensor, labels: Tensor) -> Tensor:
     if outputs.shape[2] == 1:
         return (2.0 * labels - 1.0) * outputs[..., 0] > 0
     return outputs.argmax(dim=2) == labels
-
-
-def _concatenate(parts: list[Networks]) -> Networks:
-    first = parts[0]
-    routers = [part.routers for part in parts if part.routers is not None]
-    centres = [part.centre for part in parts if part.centre is not None]
-    return replace(
-        first,
-        kernels=torch.cat([part.kernels for part in parts]),
-        output=torch.cat([part.output for part in parts]),
-        routers=torch.cat(routers) if routers else None,
-        centre=torch.cat(centres) if centres else None,
-    )
 
 
 def _train_routers(initial: Tensor, data: TrialData, schedule: Schedule) -> Tensor:
@@ -243,6 +224,11 @@ class _Chunk:
         self.patches = kernels.new_empty(T * G, self.batch * N, kernels.shape[2])
         self.pre = kernels.new_empty(T * G, self.batch * N, kernels.shape[1])
         self.signal = torch.empty_like(self.pre)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """All tensors that an epoch changes."""
+        return [self.networks.kernels, self.networks.output, self.epoch, self.epochs, self.errors, self.active]
 
     def shrink(self, selected: Tensor) -> None:
         """Continues with some of the networks."""
@@ -315,7 +301,7 @@ def _train(
 ) -> TrainedNetworks:
     chunk = _Chunk(networks, data, keys, schedule)
     done = TrainedNetworks(networks, chunk.epochs.clone(), chunk.errors.clone(), keys)
-    run = _epoch_runner(chunk)
+    run = replayable(chunk.run_epoch, chunk.state)
 
     def notify(epoch: int) -> None:
         if callback is not None:
@@ -336,7 +322,7 @@ def _train(
             if not remaining:
                 break
             chunk.shrink(chunk.active.nonzero()[:, 0])
-            run = _epoch_runner(chunk)
+            run = replayable(chunk.run_epoch, chunk.state)
     _store(done, chunk)
     return done
 
@@ -348,22 +334,3 @@ def _store(done: TrainedNetworks, chunk: _Chunk) -> None:
     if done.networks is not chunk.networks:
         done.networks.kernels[chunk.which] = chunk.networks.kernels
         done.networks.output[chunk.which] = chunk.networks.output
-
-
-def _epoch_runner(chunk: _Chunk) -> Callable[[], None]:
-    """Returns the epoch as a function; on a GPU the replay of a CUDA graph, as launches outlast kernels."""
-    if not chunk.keys.is_cuda:
-        return chunk.run_epoch
-    state = [chunk.networks.kernels, chunk.networks.output, chunk.epoch, chunk.epochs, chunk.errors, chunk.active]
-    before = [each.clone() for each in state]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        chunk.run_epoch()  # libraries initialize at the first call, which a graph must not capture
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        chunk.run_epoch()
-    for each, value in zip(state, before, strict=True):
-        each.copy_(value)
-    return graph.replay

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from moesaic.papers.engine.runner import Runner
 
-__all__ = ["AnalyticCell", "Cell", "CellArrays", "CompletedCell", "to_arrays"]
+__all__ = ["AnalyticCell", "ArrayCell", "Cell", "CellArrays", "CompletedCell"]
 
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
@@ -58,20 +58,19 @@ class CompletedCell(Generic[R]):
     """Duration of the run that measured it."""
 
 
-class AnalyticCell:
-    """Base class of cells that train nothing: they evaluate formulas or sample random numbers."""
-
-    @property
-    def steps(self) -> int:
-        return 0
+class ArrayCell:
+    """Base class of cells that run on every machine and measure arrays."""
 
     def missing_requirement(self, runner: Runner) -> str | None:
         return None
 
     def result(self, stored: dict[str, Any]) -> CellArrays:
-        return to_arrays(stored)
+        return {name: np.asarray(value, dtype=np.float64) for name, value in stored.items()}
 
 
-def to_arrays(stored: dict[str, Any]) -> CellArrays:
-    """Converts the stored lists of a cell to float64 arrays."""
-    return {name: np.asarray(value, dtype=np.float64) for name, value in stored.items()}
+class AnalyticCell(ArrayCell):
+    """Base class of cells that train nothing: they evaluate formulas or sample random numbers."""
+
+    @property
+    def steps(self) -> int:
+        return 0

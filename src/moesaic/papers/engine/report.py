@@ -38,6 +38,7 @@ from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.terminal_tables import verdict_counts
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import panel_width, to_svg
+from moesaic.report.formatting import listed
 from moesaic.report.templates import render
 
 __all__ = ["write_report"]
@@ -251,13 +252,12 @@ def _summary(findings: Sequence[Finding]) -> str:
     presets = " and ".join(dict.fromkeys(finding.preset for finding in findings))
     if not tested:
         return f"No claim was tested with the preset {presets}." if claims else "No claim was tested."
-    counts = list(verdict_counts(decided).values())
-    listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else counts[0]
+    counts = listed(list(verdict_counts(decided).values()))
     fidelities = len({finding.fidelity for finding in decided})
     forms = f", in up to {fidelities} forms each" if fidelities > 1 else ""
     text = (
         f"{len(tested)} {'claim was' if len(tested) == 1 else 'claims were'} tested{forms}, with the preset {presets}. "
-        f"Of {len(decided)} {'verdict' if len(decided) == 1 else 'verdicts'}, {listed}."
+        f"Of {len(decided)} {'verdict' if len(decided) == 1 else 'verdicts'}, {counts}."
     )
     left = len(claims) - len(tested)
     return f"{text} {left} {'claim was' if left == 1 else 'claims were'} not run here." if left else text
@@ -349,7 +349,7 @@ def _claim(claim: ClaimFindings, anchor: str, causes: Sequence[Cause]) -> _Claim
     pills = [
         (
             decision,
-            decision if len(decided) == 1 else f"{decision} {_joined([FIDELITY_LABELS[each] for each in fidelities])}",
+            decision if len(decided) == 1 else f"{decision} {listed([FIDELITY_LABELS[each] for each in fidelities])}",
         )
         for decision, fidelities in decided
     ]
@@ -376,7 +376,7 @@ def _claim(claim: ClaimFindings, anchor: str, causes: Sequence[Cause]) -> _Claim
             )
             for each in claim
         ],
-        rules=[(_joined(labels) if len(rules) > 1 else "", rule) for rule, labels in rules.items()],
+        rules=[(listed(labels) if len(rules) > 1 else "", rule) for rule, labels in rules.items()],
         causes=_causes(claim, causes),
     )
 
@@ -387,7 +387,7 @@ def _causes(claim: ClaimFindings, causes: Sequence[Cause]) -> list[tuple[str, st
         cause = find_cause(each, causes)
         if cause is not None:
             found.setdefault((CAUSES[cause.kind], cause.evidence), []).append(FIDELITY_LABELS[each.fidelity])
-    return [(_joined(labels), *cause) for cause, labels in found.items()]
+    return [(listed(labels), *cause) for cause, labels in found.items()]
 
 
 def _sentence(claim: ClaimFindings) -> str:
@@ -406,12 +406,8 @@ def _sentence(claim: ClaimFindings) -> str:
     for each in claim:
         if verdict_reason(each):
             by_verdict.setdefault(each.verdict, []).append(FIDELITY_LABELS[each.fidelity])
-    reasons = [f"{verdict[0].upper()}{verdict[1:]} ({_joined(labels)})." for verdict, labels in by_verdict.items()]
+    reasons = [f"{verdict[0].upper()}{verdict[1:]} ({listed(labels)})." for verdict, labels in by_verdict.items()]
     return " ".join([text, *([f"Measured: {', '.join(found)}."] if found else []), *reasons])
-
-
-def _joined(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,8 @@
-"""Runs the cells of experiments and caches their results on disk."""
+"""Runs the cells of experiments on one device, and caches their results on disk.
+
+Several processes that share the cache share the work (`moesaic.training.cell_runner`). Cells that are equal run once,
+and a time budget decides which cells may still start.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moesaic import keyed_random
 from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.papers.engine.time_budget import TimeBudget
 from moesaic.training import Progress, ResultCache
@@ -36,6 +41,10 @@ class Runner:
         self.seed = seed
         self.progress = progress
         self._cache = cache
+
+    def trial_seed(self, trial: int) -> int:
+        """Returns the seed of a trial, from 0 to 2^62 − 1, for what is drawn by torch's generators."""
+        return int(keyed_random.keys(self.seed, [trial])[0]) & ((1 << 62) - 1)
 
     def missing_requirement(self, name: str, cell: Cell[Any]) -> str | None:
         """Returns what this machine lacks to run the cell; None if it can run or its result is in the cache."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_patch_indices", "check_samples", "require", "whole"]
+__all__ = ["check_counts", "check_patch_indices", "check_samples", "require"]
 
 
 def require(owner: str, holds: bool, inequality: str, found: str, way_out: str) -> None:
@@ -19,10 +19,10 @@ def require(owner: str, holds: bool, inequality: str, found: str, way_out: str) 
         raise ValueError(f"{owner}: {inequality} fails: {found}; {way_out}")
 
 
-def whole(owner: str, **counts: int) -> None:
+def check_counts(owner: str, **counts: int) -> None:
     """Raises unless all counts are integers of at least 1.
 
-    >>> whole("Setting", n=0)
+    >>> check_counts("Setting", n=0)
     Traceback (most recent call last):
     ValueError: Setting: 1 ≤ n fails: n=0; give a whole number from 1 on
     """

@@ -48,12 +48,12 @@ COST_TOLERANCE = 0.01
 
 
 def stages(experiment: ExperimentResults, prefix: str) -> list[Stage]:
-    """Returns what training a network from scratch came to, by trial."""
+    """Returns the results of training a network from scratch, by trial."""
     return [run.base for run in _runs(experiment, prefix)]
 
 
 def branch_stages(experiment: ExperimentResults, prefix: str, branch: str) -> list[Stage]:
-    """Returns what training it further came to, by trial."""
+    """Returns the results of a branch of that network's training, by trial."""
     return [run.branches[branch] for run in _runs(experiment, prefix)]
 
 

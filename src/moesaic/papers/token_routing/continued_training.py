@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from moesaic import keyed_random
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.image_dataset import ImageDataset
@@ -47,12 +46,10 @@ SIDE = 32
 
 @dataclass(frozen=True)
 class Stage:
-    """What a training run came to."""
+    """The result of a training run."""
 
     accuracy: float
     """Test accuracy after the last epoch, in percent."""
-    training_accuracy: float
-    """Over the images of the last epoch, augmented, at the moment they were trained on."""
     macs: int
     """Multiply-adds of the network for one image."""
     images: int
@@ -66,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class TokenResult:
-    """What a cell measured."""
+    """The results of a network's training and of its branches."""
 
     base: Stage
     branches: Mapping[str, Stage]
@@ -139,7 +136,7 @@ class TokenCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         task = _loaded(runner.data_dir)
         if self.samples is not None:
             task = task.subset(self.samples, seed)  # the same subset for all networks of a trial
@@ -203,7 +200,7 @@ def _trained(model: nn.Module, task: ImageDataset, recipe: Recipe, seed: int, ru
 
 
 def _stage(stored: Mapping[str, Any]) -> Stage:
-    return Stage(stored["accuracy"], stored["training"][-1], stored["macs"], stored["images"])
+    return Stage(stored["accuracy"], stored["macs"], stored["images"])
 
 
 @lru_cache(maxsize=1)

@@ -1,7 +1,7 @@
-"""The recipe of all networks of these claims, made for small vision transformers on CIFAR-10.
+"""The training recipe of all networks of these claims on CIFAR-10, vision transformers and residual networks alike.
 
-Convolutional networks that stand beside them follow it too, so that a difference is one of networks. `AUGMENT` and
-`NORMALIZE` belong to it: the transforms of the images.
+It was made for small vision transformers. Residual networks follow it too, so that differences come from the networks
+and not from their recipes. `AUGMENT` and `NORMALIZE`, the transforms of the images, belong to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Claims of Wang et al. 2019's supplement that need no training: Section A.1 and Table 1.
+"""Claims of Wang et al. 2019's supplement that need no training: expressive power, and the wide VGG-16s of Table 1.
 
-A.1 uses the rank of the tensor that represents a network (`channel_ranks`) and the probability that two inputs open
-the same channels (`mask_collisions`). Its wording is too strong in these points:
+Of Table 1: which layers its columns widen, and whether they are equal in weights and in multiply-adds.
+
+Section A.1 uses the rank of the tensor that represents a network (`channel_ranks`) and the probability that two inputs
+open the same channels (`mask_collisions`). Its wording is too strong in these points:
 
 - the rank is n^(2^(L−1)) and not n^(2^L), only the first layer's width counts, and M features are a limit
 - C(m, n)^(−L) is the probability of uniform n-subsets, and not of channels that open "i.i.d. with respect to each"

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic import keyed_random
 from moesaic.models.vgg import VGG16_WIDTHS
 from moesaic.papers.engine import paper
 from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays
@@ -51,30 +50,46 @@ _SIDE = 32
 
 
 @dataclass(frozen=True)
-class RankCell(AnalyticCell):
-    """Ranks of random networks, dense and under masks that are uniform n-subsets."""
+class _MaskedLayersCell(AnalyticCell):
+    """Base class of cells on layers of which some channels are open."""
 
     widths: tuple[int, ...]
     open_channels: tuple[int, ...]
-    features: int
-    trials: int = 5
 
     def __post_init__(self) -> None:
-        _check_layers(self.widths, self.open_channels)
+        widths, open_channels = self.widths, self.open_channels
+        if len(widths) != len(open_channels) or any(n > m for m, n in zip(widths, open_channels, strict=True)):
+            raise ValueError(
+                f"widths={widths} and open_channels={open_channels}; there must be one number for each layer, and no "
+                "more open channels than channels"
+            )
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """Probability n/m that a channel of each layer is open, if channels are independent."""
+        return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
+
+
+@dataclass(frozen=True)
+class RankCell(_MaskedLayersCell):
+    """Ranks of random networks, dense and under masks that are uniform n-subsets."""
+
+    features: int
+    trials: int = 5
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "channel ranks", **asdict(self), "seed": runner.seed}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         found = measure_channel_ranks(
-            self.widths, self.open_channels, self.features, trials=self.trials, seed=_seed(runner, 0)
+            self.widths, self.open_channels, self.features, trials=self.trials, seed=runner.trial_seed(0)
         )
         return {
             "dense": found.dense.tolist(),
             "static": found.static.tolist(),
             "one_sided": found.one_sided.tolist(),
             "dynamic": found.dynamic.tolist(),
-            "narrow": [_rank(self.open_channels, self.features, _seed(runner, t)) for t in range(self.trials)],
+            "narrow": [_rank(self.open_channels, self.features, runner.trial_seed(t)) for t in range(self.trials)],
         }
 
 
@@ -91,7 +106,7 @@ class WidthCell(AnalyticCell):
         return {"experiment": "channel widths", **asdict(self), "seed": runner.seed}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        seed, whole = _seed(runner, 0), [self.features] * self.layers
+        seed, whole = runner.trial_seed(0), [self.features] * self.layers
         narrowed = [[*whole[:l], 1, *whole[l + 1 :]] for l in range(self.layers)]
         return {
             "widths": list(self.widths),
@@ -111,7 +126,7 @@ class MaskingCell(AnalyticCell):
         return {"experiment": "channel maskings", **asdict(self), "seed": runner.seed}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        return {"restored": [self._restored(_seed(runner, t)) for t in range(self.trials)]}
+        return {"restored": [self._restored(runner.trial_seed(t)) for t in range(self.trials)]}
 
     def _restored(self, seed: int) -> float:
         """Returns the share of the 16 maskings with the dense network's rank, which is 2."""
@@ -122,21 +137,11 @@ class MaskingCell(AnalyticCell):
 
 
 @dataclass(frozen=True)
-class CollisionCell(AnalyticCell):
+class CollisionCell(_MaskedLayersCell):
     """Share of pairs of inputs with equal masks, for n-subsets and for independent channels with the same mean."""
 
-    widths: tuple[int, ...]
-    open_channels: tuple[int, ...]
     samples: int = 1500
     trials: int = 10
-
-    def __post_init__(self) -> None:
-        _check_layers(self.widths, self.open_channels)
-
-    @property
-    def probabilities(self) -> tuple[float, ...]:
-        """Probability n/m that a channel of each layer is open, if channels are independent."""
-        return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "channel collisions", **asdict(self), "seed": runner.seed}
@@ -145,7 +150,7 @@ class CollisionCell(AnalyticCell):
         subsets: list[float] = []
         coins: list[float] = []
         for trial in range(self.trials):
-            seed = _seed(runner, trial)
+            seed = runner.trial_seed(trial)
             subsets.append(
                 measured_collision(subset_masks((self.samples,), self.widths, self.open_channels, seed=seed))
             )
@@ -154,22 +159,12 @@ class CollisionCell(AnalyticCell):
 
 
 @dataclass(frozen=True)
-class BlindCell(AnalyticCell):
+class BlindCell(_MaskedLayersCell):
     """Share of pairs of inputs, indistinguishable to the channels, with equal outputs under independent masks."""
 
-    widths: tuple[int, ...]
-    open_channels: tuple[int, ...]
     features: int
     pairs: int = 2000
     trials: int = 10
-
-    def __post_init__(self) -> None:
-        _check_layers(self.widths, self.open_channels)
-
-    @property
-    def probabilities(self) -> tuple[float, ...]:
-        """Probability n/m that a channel of each layer is open, if channels are independent."""
-        return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "channel blindness", **asdict(self), "seed": runner.seed}
@@ -178,7 +173,7 @@ class BlindCell(AnalyticCell):
         subsets: list[float] = []
         coins: list[float] = []
         for trial in range(self.trials):
-            seed = _seed(runner, trial)
+            seed = runner.trial_seed(trial)
             network = random_channel_network(self.widths, self.features, seed=seed)
             x, other = blind_pair(network, self.pairs, seed=seed + 1)
             masks = [
@@ -194,23 +189,18 @@ class BlindCell(AnalyticCell):
 
 
 @dataclass(frozen=True)
-class DistinctCell(AnalyticCell):
+class DistinctCell(_MaskedLayersCell):
     """Share of groups of inputs in which no two have equal masks, for n-subsets."""
 
-    widths: tuple[int, ...]
-    open_channels: tuple[int, ...]
     samples: int = 16
     groups: int = 500
     trials: int = 10
-
-    def __post_init__(self) -> None:
-        _check_layers(self.widths, self.open_channels)
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "distinct channels", **asdict(self), "seed": runner.seed}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        return {"distinct": [self._distinct(_seed(runner, trial)) for trial in range(self.trials)]}
+        return {"distinct": [self._distinct(runner.trial_seed(trial)) for trial in range(self.trials)]}
 
     def _distinct(self, seed: int) -> float:
         masks = torch.cat(subset_masks((self.groups, self.samples), self.widths, self.open_channels, seed=seed), -1)
@@ -256,18 +246,5 @@ def plan() -> paper.Plan[CellArrays]:
     return cells | {f"collisions/one/{n}": CollisionCell((8,), (n,)) for n in (1, 2, 3, 4)}
 
 
-def _check_layers(widths: Sequence[int], open_channels: Sequence[int]) -> None:
-    if len(widths) != len(open_channels) or any(n > m for m, n in zip(widths, open_channels, strict=True)):
-        raise ValueError(
-            f"widths={tuple(widths)} and open_channels={tuple(open_channels)}; there must be one number for each "
-            "layer, and no more open channels than channels"
-        )
-
-
 def _rank(widths: Sequence[int], features: int, seed: int) -> int:
     return numerical_rank(matricise(random_channel_network(widths, features, seed=seed).tensor())).rank
-
-
-def _seed(runner: Runner, trial: int) -> int:
-    """Returns the seed of a trial's networks and masks."""
-    return int(keyed_random.keys(runner.seed, [trial])[0]) & ((1 << 62) - 1)

@@ -33,7 +33,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic import keyed_random
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.image_dataset import ImageDataset
@@ -188,7 +187,7 @@ class GateCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "missing_requirement covers this"
-        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = runner.trial_seed(self.trial)
         task = _loaded(runner.data_dir)
         if self.samples is not None:
             task = task.subset(self.samples, seed)

@@ -187,7 +187,7 @@ def test_a_trial_gets_the_same_alone_among_others_and_again():
 def test_blocks_bound_the_memory_and_not_what_is_drawn(monkeypatch: pytest.MonkeyPatch):
     source = ClusterPatches(dim=8)
     whole = drawn(source, trials=5)
-    monkeypatch.setattr("moesaic.papers.engine.patch_sampling._BLOCK", 2 * 50 * 4 * 8)  # two trials at a time, then one
+    monkeypatch.setattr("moesaic.papers.engine.trial_datasets._BLOCK", 2 * 50 * 4 * 8)  # two trials at a time, then one
     assert same(whole, drawn(source, trials=5))
 
 

@@ -223,7 +223,7 @@ def test_the_class_pattern_may_lie_anywhere():
 @kinds
 def test_a_trial_gets_the_same_samples_in_any_company(source: PatternPatches, company: list[int], monkeypatch: Any):
     monkeypatch.setattr(
-        "moesaic.papers.engine.patch_sampling._BLOCK", 2_000
+        "moesaic.papers.engine.trial_datasets._BLOCK", 2_000
     )  # several blocks of trials, of several sizes
     samples, me = 4 * source.classes, company.index(3)
     alone = source.draw(keyed_random.keys(7, [3]), samples, "train")

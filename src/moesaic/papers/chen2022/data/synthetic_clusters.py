@@ -30,7 +30,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.argument_checks import check_choice, check_positive
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import check_draw, key_blocks
+from moesaic.papers.engine.trial_datasets import check_draw, key_blocks
 
 __all__ = ["ClusterData", "ClusterPatches", "ClusterSetting"]
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = [
     "GrowthCondition",
@@ -75,7 +75,7 @@ def all_groups_probability(experts: int, clusters: int) -> float:
     >>> all_groups_probability(experts=3, clusters=4)
     0.0
     """
-    whole("all_groups_probability", experts=experts, clusters=clusters)
+    check_counts("all_groups_probability", experts=experts, clusters=clusters)
     # over those that are surely empty, in whole numbers: the terms cancel almost entirely
     ways = sum((-1) ** empty * math.comb(clusters, empty) * (clusters - empty) ** experts for empty in range(clusters))
     return ways / clusters**experts
@@ -136,7 +136,7 @@ def sample_moe_conditions(
     T_1 ≤ T_2: σ_0^½ ≤ M⁻²     0.1       off by 6.4
     """
     owner = "sample_moe_conditions"
-    whole(owner, dim=dim, samples=samples, clusters=clusters, experts=experts, neurons=neurons)
+    check_counts(owner, dim=dim, samples=samples, clusters=clusters, experts=experts, neurons=neurons)
     _positive(owner, init_std=init_std, learning_rate=learning_rate, router_learning_rate=router_learning_rate)
     require(owner, dim >= 3, "d ≥ 3", f"dim={dim}", "log log d must be positive")
     require(owner, clusters >= 2, "K ≥ 2", f"clusters={clusters}", "one cluster needs no router")

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = [
     "expected_load",
@@ -122,7 +122,7 @@ def printed_smoothing_bound(distance: Distance, experts: int, *, density: float 
     >>> printed_smoothing_bound(0.01, experts=8)
     0.64
     """
-    whole("printed_smoothing_bound", experts=experts)
+    check_counts("printed_smoothing_bound", experts=experts)
     return density * experts**2 * distance
 
 
@@ -133,7 +133,7 @@ def steepest_scores(experts: int, distance: float) -> tuple[Tensor, Tensor]:
     >>> round((routing_probabilities(moved) - routing_probabilities(h))[0].item() / 0.001, 6)
     1.998
     """
-    whole("steepest_scores", experts=experts)
+    check_counts("steepest_scores", experts=experts)
     require("steepest_scores", experts >= 2, "M ≥ 2", f"experts={experts}", "a single expert is always chosen")
     require("steepest_scores", 0 < distance <= 0.5, "0 < δ ≤ 1/2", f"distance={distance}", "beyond, nothing changes")
     moved = torch.full((experts,), -float(distance), dtype=torch.float64)

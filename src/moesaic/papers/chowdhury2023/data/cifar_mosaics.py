@@ -3,33 +3,57 @@
 Both datasets downscale CIFAR-10's images to 16×16 and place them in 32×32 images, of which only a quarter determines
 the class, so that a network that selects the right patches needs no others:
 
-- *CIFAR-Vehicles*: a vehicle in one quadrant, animals in the other three; which vehicle is it?
-- *CIFAR-10 with noise*: the image somewhere on a photograph of plants; which of the ten is it?
+- *CIFAR-Vehicles* (``cifar-vehicles``): a vehicle in one quadrant, animals in the other three; which vehicle is it?
+- *CIFAR-10 with noise* (``cifar10-noise``): the image somewhere on a photograph of plants; which of the ten is it?
 
 The authors' code loads both from files and does not say how they were made. Here images are downscaled by averaging
 2×2 pixels, every image with a label occurs once, surrounding images are used equally often, and training and test
-images share no surrounding image.
+images share no surrounding image. `register` makes the datasets known to `moesaic.data.load_images` and the commands.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.data.image_dataset import LabelledImages
+from moesaic.data.builtin_datasets import DATASETS, register_dataset, require_data_dir, resize_images
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
+from moesaic.data.decoded_cache import DecodedCache, decode_images
+from moesaic.data.file_sources import open_source
+from moesaic.data.image_dataset import ImageSplits, LabelledImages, cifar10_tensors
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import insert_patch, shuffled_cycles
+from moesaic.papers.engine.trial_datasets import insert_patch, shuffled_cycles
 
-__all__ = ["ANIMALS", "QUADRANTS", "VEHICLES", "downscale", "on_backgrounds", "split_backgrounds", "vehicle_mosaics"]
+__all__ = [
+    "ANIMALS",
+    "BACKGROUNDS",
+    "QUADRANTS",
+    "VEHICLES",
+    "cifar10_noise",
+    "cifar_vehicles",
+    "downscale",
+    "find_backgrounds",
+    "on_backgrounds",
+    "register",
+    "split_backgrounds",
+    "vehicle_mosaics",
+]
 
 VEHICLES = ("airplane", "automobile", "ship", "truck")
 """Classes of CIFAR-Vehicles."""
 ANIMALS = tuple(name for name in CIFAR10_CLASSES if name not in VEHICLES)
 QUADRANTS = ("upper left", "upper right", "lower left", "lower right")
 """Positions of the vehicle: the clusters of CIFAR-Vehicles."""
+BACKGROUNDS = ("plants", "flowers102")
+"""Directories or zip files of background photographs; the first one found is used."""
 
+_CIFAR_SIDE = 32
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+_FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 _CHUNK = 8192
 """Images placed on backgrounds at a time: pixel indices take eight times the memory of the pixels."""
 
@@ -128,3 +152,76 @@ def split_backgrounds(count: int, split: Split, seed: int) -> Tensor:
     order = keyed_random.permutations(keyed_random.keys(seed, [0]), "cifar10-noise backgrounds", count)[0]
     border = max(1, count // 6)
     return order[border:] if split == "train" else order[:border]
+
+
+def cifar_vehicles(
+    data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageSplits:
+    """Makes ``cifar-vehicles``: a vehicle among three animals. The clusters are the quadrants of the vehicle."""
+
+    def part(split: Split) -> LabelledImages:
+        pixels, classes = cifar10_tensors(split, require_data_dir("cifar-vehicles", data_dir), images_per_file)
+        made = vehicle_mosaics(pixels, classes, split=split, seed=seed)
+        return LabelledImages(resize_images("cifar-vehicles", made.pixels, size), made.labels, made.clusters)
+
+    return ImageSplits(part("train"), part("test"), VEHICLES, QUADRANTS)
+
+
+def cifar10_noise(
+    data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageSplits:
+    """Makes ``cifar10-noise``: downscaled CIFAR-10 images at random positions on photographs of plants."""
+    name = "cifar10-noise"
+    splits = {
+        split: cifar10_tensors(split, require_data_dir(name, data_dir), images_per_file) for split in get_args(Split)
+    }
+    place = find_backgrounds(require_data_dir(name, data_dir))
+    with open_source(place) as source:
+        names = [entry.name for entry in source.entries() if entry.name.lower().endswith(_IMAGE_SUFFIXES)]
+        decoded = decode_images(source, names, _CIFAR_SIDE, cache)
+    if len(decoded.pixels) < 2:
+        raise ValueError(
+            f"{name}: {place} has {len(decoded.pixels)} photographs that can be read, and at least 2 are needed: "
+            f"some for training, others for testing; get some, such as {_FLOWERS}"
+        )
+    cache.log(f"{name}: the backgrounds are {len(decoded.pixels)} photographs of {place}")
+
+    def part(split: Split) -> LabelledImages:
+        behind = decoded.pixels[split_backgrounds(len(decoded.pixels), split, seed)]
+        made = on_backgrounds(*splits[split], behind, split=split, seed=seed)
+        return LabelledImages(resize_images(name, made.pixels, size), made.labels, made.clusters)
+
+    return ImageSplits(part("train"), part("test"), CIFAR10_CLASSES, CIFAR10_CLASSES, decoded.skipped)
+
+
+def find_backgrounds(data_dir: str | Path) -> Path:
+    """Returns the directory or zip file of background photographs; raises if there is none."""
+    base = Path(data_dir).resolve()
+    for name in BACKGROUNDS:
+        folder, archive = base / name, base / f"{name}.zip"
+        zips = sorted(folder.glob("*.zip")) if folder.is_dir() else []
+        for place in (*zips, folder, archive):
+            if place.exists():
+                return place
+    candidates = ", ".join(f"{base / name} (a folder) or {name}.zip" for name in BACKGROUNDS)
+    raise FileNotFoundError(
+        f"cifar10-noise: no background photographs: neither {candidates} is there; put photographs of "
+        f"plants into one of them, such as {_FLOWERS}"
+    )
+
+
+def register() -> None:
+    """Registers both datasets; does nothing if they are registered."""
+    if "cifar-vehicles" not in DATASETS:
+        register_dataset("cifar-vehicles", cifar_vehicles, _locate_vehicles)
+        register_dataset("cifar10-noise", cifar10_noise, _locate_noise)
+
+
+def _locate_vehicles(data_dir: Path | None) -> None:
+    find_cifar10(require_data_dir("cifar-vehicles", data_dir))
+
+
+def _locate_noise(data_dir: Path | None) -> None:
+    folder = require_data_dir("cifar10-noise", data_dir)
+    find_cifar10(folder)
+    find_backgrounds(folder)

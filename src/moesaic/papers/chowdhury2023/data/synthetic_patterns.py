@@ -31,13 +31,19 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.argument_checks import check_positive
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import balanced_labels, check_draw, check_patches, insert_patch, key_blocks
-from moesaic.papers.engine.trial_datasets import TrialData
+from moesaic.papers.engine.trial_datasets import (
+    TrialData,
+    balanced_labels,
+    check_draw,
+    check_patches,
+    insert_patch,
+    key_blocks,
+)
 
 __all__ = ["PatternPatches"]
 
-_REACH = 0.9  # largest part of a centre's length in the span of the o_i; the rest separates the sets
-_ROUNDING = 1e-6  # margin to every limit, because patches are stored in float32
+_MAX_IN_SPAN = 0.9  # largest part of a centre's length in the span of the o_i; the rest separates the sets
+_MARGIN = 1e-6  # margin to every limit, because patches are stored in float32
 
 
 @dataclass(frozen=True)
@@ -152,26 +158,26 @@ class PatternPatches:
     @property
     def _max_inner(self) -> float:
         """The largest inner product a centre may have with a class pattern."""
-        return max(self.delta_r - self._radius - _ROUNDING, 0.0)
+        return max(self.delta_r - self._radius - _MARGIN, 0.0)
 
     @property
-    def _sway(self) -> float:
+    def _change_in_ball(self) -> float:
         """How much <o_i − o_j, q> can change within a ball."""
         return self._radius * math.sqrt(2 * (1 - self.delta_d))
 
     @property
-    def _closer(self) -> float:
+    def _delta_prime(self) -> float:
         """δ'."""
         return (1 - self.delta_d) / 2
 
     @property
-    def _lean(self) -> float:
+    def _leaning_product(self) -> float:
         """<o_i − o_j, z> for a centre z that leans to class i: as far as δ_r and the sphere allow.
 
         Such a centre has its part in the span along o_i minus the mean of all: the shortest way.
         """
         share = 1 - 1 / self.classes
-        return min(self._max_inner / share, _REACH * math.sqrt((1 - self.delta_d) / share))
+        return min(self._max_inner / share, _MAX_IN_SPAN * math.sqrt((1 - self.delta_d) / share))
 
     @property
     def _leaning_sets(self) -> int:
@@ -201,18 +207,18 @@ class PatternPatches:
         """(p, D) float64."""
         leans, mean = self.leans, 1 / self.classes
         towards = torch.eye(self.classes, dtype=torch.float64)[leans.clamp(min=0)]
-        products = torch.where(leans[:, None] < 0, self._neutral_products(), self._lean * (towards - mean))
+        products = torch.where(leans[:, None] < 0, self._neutral_products(), self._leaning_product * (towards - mean))
         gram = self._class_patterns @ self._class_patterns.T
         inside = products @ gram.inverse() @ self._class_patterns
         length = inside.square().sum(1, keepdim=True).sqrt()
-        inside = inside * (_REACH / length.clamp(min=_REACH))
+        inside = inside * (_MAX_IN_SPAN / length.clamp(min=_MAX_IN_SPAN))
         outside = (1 - inside.square().sum(1, keepdim=True)).sqrt()
         return inside + outside * self._basis[self.classes :]
 
     def _neutral_products(self) -> Tensor:
         """(p, c) float64: inner products with the class patterns that differ by too little to lean."""
         key = keyed_random.keys(self.seed, [0])
-        spread = min(self._max_inner, max(self._closer - self._sway - _ROUNDING, 0.0) / 2)
+        spread = min(self._max_inner, max(self._delta_prime - self._change_in_ball - _MARGIN, 0.0) / 2)
         common = (2 * keyed_random.uniform(key, "common", self.pattern_sets, 1)[0] - 1) * (self._max_inner - spread)
         own = (2 * keyed_random.uniform(key, "own", self.pattern_sets, self.classes)[0] - 1) * spread
         return (common + own).double()
@@ -266,23 +272,23 @@ class PatternPatches:
                 f"delta_r={self.delta_r} allows: diameter/2 ≤ delta_r fails, so |<o_i, q>| ≤ delta_r would fail in it; "
                 f"use {f'diameter={2 * self.delta_r:g} or less' if self.delta_r else 'diameter=0'}, or a larger delta_r"
             )
-        if self.close < self.patches - 1 and self._sway > self._closer:
+        if self.close < self.patches - 1 and self._change_in_ball > self._delta_prime:
             raise ValueError(
                 f"PatternPatches: a ball of diameter={self.ball_diameter:.4g}{whose} is too large for patterns that "
                 f"lean to no class: √(2(1 − delta_d))·diameter/2 ≤ (1 − delta_d)/2 fails, "
-                f"{self._sway:.4g} > {self._closer:.4g}; use diameter={math.sqrt((1 - self.delta_d) / 2):.4g} or less, "
-                "or a smaller delta_d"
+                f"{self._change_in_ball:.4g} > {self._delta_prime:.4g}; use "
+                f"diameter={math.sqrt((1 - self.delta_d) / 2):.4g} or less, or a smaller delta_d"
             )
 
     def _check_lean(self) -> None:
-        needed = self._closer + self._sway + _ROUNDING
-        if self._lean <= needed:
+        needed = self._delta_prime + self._change_in_ball + _MARGIN
+        if self._leaning_product <= needed:
             factor = "2" if self.classes == 2 else f"{self.classes}/{self.classes - 1}"
             raise ValueError(
                 f"PatternPatches: close={self.close} needs patterns with <o_i − o_j, q> > δ' = (1 − delta_d)/2, and "
                 f"there are none: {factor}·(delta_r − diameter/2) > (1 − delta_d)/2 + √(2(1 − delta_d))·diameter/2 "
-                f"fails, {self._lean:.4g} ≤ {needed:.4g}; use a larger delta_r or delta_d, a smaller diameter, "
-                "or close=0"
+                f"fails, {self._leaning_product:.4g} ≤ {needed:.4g}; use a larger delta_r or delta_d, a smaller "
+                "diameter, or close=0"
             )
 
     def _check_disjoint(self) -> None:

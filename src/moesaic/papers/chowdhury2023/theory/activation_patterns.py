@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = ["Coupling", "coupled_share", "coupling"]
 
@@ -92,7 +92,7 @@ def coupled_share(tau: float, sigma: float, patches: int) -> float:
     >>> coupled_share(tau=1e-4, sigma=0.1, patches=2)
     0.989...
     """
-    whole("coupled_share", patches=patches)
+    check_counts("coupled_share", patches=patches)
     require("coupled_share", tau >= 0, "τ ≥ 0", f"tau={tau}", "it is a distance")
     require("coupled_share", sigma > 0, "σ > 0", f"sigma={sigma}", "it is a standard deviation")
     return max(0.0, 1 - 2 * math.e * tau * patches / sigma)

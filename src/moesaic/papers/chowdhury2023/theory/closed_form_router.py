@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 from moesaic.routing import router
 
 __all__ = ["batch_weights", "class_sums", "opponents", "router_init_std", "trained_routers"]
@@ -34,7 +34,7 @@ def opponents(classes: int) -> list[int]:
     >>> opponents(4), opponents(5)
     ([1, 0, 3, 2], [1, 0, 3, 2, 0])
     """
-    whole("opponents", classes=classes)
+    check_counts("opponents", classes=classes)
     require("opponents", classes >= 2, "c ≥ 2", f"classes={classes}", "a router is trained against another class")
     even = classes - classes % 2
     return [s ^ 1 if s < even else 0 for s in range(classes)]
@@ -61,7 +61,7 @@ def batch_weights(orders: Tensor, batch: int) -> Tensor:
     >>> batch_weights(torch.tensor([[0, 1, 2], [2, 0, 1]]), batch=2).tolist()
     [2.0, 3.0, 3.0]
     """
-    whole("batch_weights", batch=batch)
+    check_counts("batch_weights", batch=batch)
     samples = orders.shape[-1]
     rest = samples % batch
     by_place = torch.ones(samples, dtype=torch.float64, device=orders.device)
@@ -83,7 +83,7 @@ def trained_routers(
     >>> trained_routers(sums, torch.zeros(2, 2), learning_rate=0.5, epochs=4, batch=2).tolist()
     [[3.0, -2.0], [-3.0, 2.0]]
     """
-    whole("trained_routers", epochs=epochs, batch=batch)
+    check_counts("trained_routers", epochs=epochs, batch=batch)
     if class_sums.shape[-2:] != initial.shape[-2:]:
         raise ValueError(
             f"trained_routers: class sums are {tuple(class_sums.shape)}, initial kernels {tuple(initial.shape)}; "
@@ -99,6 +99,6 @@ def router_init_std(n: int, d: int) -> float:
     >>> router_init_std(16, 784)
     5.031...e-05
     """
-    whole("router_init_std", n=n, d=d)
+    check_counts("router_init_std", n=n, d=d)
     require("router_init_std", n >= 2, "n ≥ 2", f"n={n}", "log n is 0 there, and one patch needs no router")
     return router.router_init_std(n, d)

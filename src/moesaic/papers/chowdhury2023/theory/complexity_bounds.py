@@ -39,7 +39,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from moesaic.papers.chowdhury2023.theory.pattern_separation import separation
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = [
     "ComplexityRow",
@@ -101,7 +101,7 @@ class Setting:
     """B, samples in a batch, where it is given."""
 
     def __post_init__(self) -> None:
-        whole("Setting", n=self.n, l=self.l, k=self.k, p=self.p, c=self.c, d=self.d, batch=self.batch)
+        check_counts("Setting", n=self.n, l=self.l, k=self.k, p=self.p, c=self.c, d=self.d, batch=self.batch)
         require(
             "Setting",
             self.l <= self.n,
@@ -119,7 +119,7 @@ class Setting:
         )
         separation(self.delta_d, self.delta_r)
         if self.m is not None:
-            whole("Setting", m=self.m)
+            check_counts("Setting", m=self.m)
             require(
                 "Setting",
                 self.m % self.k == 0,
@@ -447,5 +447,5 @@ def _of_classes(model: Model, classes: int, *, separate: int, joint: int) -> Ord
 
 
 def _check_classes(owner: str, classes: int) -> None:
-    whole(owner, classes=classes)
+    check_counts(owner, classes=classes)
     require(owner, classes >= 2, "c ≥ 2", f"classes={classes}", "one class needs no classifier")

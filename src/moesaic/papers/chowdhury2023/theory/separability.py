@@ -38,7 +38,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = ["InseparableSamples", "Separability", "inseparable_samples", "linearly_separable", "patterns_separable"]
 
@@ -120,7 +120,7 @@ def patterns_separable(patterns: Tensor, irrelevant: Tensor, places: int, *, tol
     >>> patterns_separable(o, torch.eye(3)[2:], places=16).separable                 # orthogonal
     True
     """
-    whole("patterns_separable", places=places)
+    check_counts("patterns_separable", places=places)
     require("patterns_separable", places >= 2, "n ≥ 2", f"places={places}", "one place leaves no irrelevant patterns")
     if patterns.ndim != 2 or irrelevant.ndim != 2 or len(patterns) != 2 or not len(irrelevant):
         raise ValueError(
@@ -166,7 +166,7 @@ def inseparable_samples(n: int, d: int, *, delta_d: float = 0.0, copies: int = 1
     >>> bool((made.patches[:4].sum(0) - made.patches[4:].sum(0)).abs().max() < 1e-12)
     True
     """
-    whole("inseparable_samples", n=n, d=d, copies=copies)
+    check_counts("inseparable_samples", n=n, d=d, copies=copies)
     require("inseparable_samples", copies <= n - 1, "copies ≤ n − 1", f"copies={copies}, n={n}", "use fewer copies")
     require("inseparable_samples", d >= 3, "d ≥ 3", f"d={d}", "o_1, o_0 and the fillers need three dimensions")
     require("inseparable_samples", -1 < delta_d < 1, "−1 < δ_d < 1", f"delta_d={delta_d}", "patterns must differ")

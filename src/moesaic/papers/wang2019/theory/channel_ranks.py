@@ -54,7 +54,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 from moesaic.papers.wang2019.theory.mask_collisions import check_open, subset_masks
 
 __all__ = [
@@ -252,7 +252,7 @@ def printed_rank(channels: int, layers: int) -> int:
     >>> printed_rank(4, layers=2)
     256
     """
-    whole("printed_rank", channels=channels, layers=layers)
+    check_counts("printed_rank", channels=channels, layers=layers)
     return channels ** (2**layers)
 
 
@@ -298,7 +298,7 @@ def measure_channel_ranks(
     ([9, 9, 9], [4, 4, 4], [9, 9, 9], [16, 16, 16])
     """
     owner = "measure_channel_ranks"
-    whole(owner, trials=trials)
+    check_counts(owner, trials=trials)
     _check_network(owner, widths, features)
     check_open(owner, widths, open_channels)
     everywhere, odd = (features,) * 2 ** len(widths), (features, 1) * (2 ** len(widths) // 2)
@@ -325,7 +325,7 @@ def blind_pair(network: ChannelNetwork, pairs: int, *, seed: int) -> tuple[Tenso
     >>> (x - other).abs().amax((1, 2)).tolist() == [0.5] * 10, bool(confused(network, x, other).all())
     (True, True)
     """
-    whole("blind_pair", pairs=pairs)
+    check_counts("blind_pair", pairs=pairs)
     width, features = network.weights[0].shape[1:]
     require(
         "blind_pair",
@@ -371,4 +371,4 @@ def confused(
 
 def _check_network(owner: str, widths: Sequence[int], features: int) -> None:
     require(owner, len(widths) >= 1, "1 ≤ L", "no layer", "give the channels of one layer or more")
-    whole(owner, features=features, **{f"r_{l}": width for l, width in enumerate(widths)})
+    check_counts(owner, features=features, **{f"r_{l}": width for l, width in enumerate(widths)})

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.theory_conditions import require, whole
+from moesaic.papers.engine.theory_conditions import check_counts, require
 
 __all__ = [
     "all_distinct_probability",
@@ -106,7 +106,7 @@ def all_distinct_probability(samples: int, widths: Sequence[int], open_channels:
     0.0192
     """
     owner = "all_distinct_probability"
-    whole(owner, samples=samples)
+    check_counts(owner, samples=samples)
     require(
         owner,
         samples <= _MOST_SAMPLES,
@@ -186,7 +186,7 @@ def check_open(owner: str, widths: Sequence[int], open_channels: Sequence[int]) 
     """
     _check_layers(owner, widths, "open_channels", open_channels)
     for l, (m, n) in enumerate(zip(widths, open_channels, strict=True)):
-        whole(owner, **{f"m_{l}": m})
+        check_counts(owner, **{f"m_{l}": m})
         if isinstance(n, bool) or not hasattr(n, "__index__"):
             raise TypeError(f"{owner}: n_{l}={n!r} is a {type(n).__name__}; it must be a whole number")
         found, inequality = f"n_{l}={n}, m_{l}={m}", "1 ≤ n_l ≤ m_l"
@@ -202,7 +202,7 @@ def _patterns(owner: str, widths: Sequence[int], open_channels: Sequence[int]) -
 def _check_coins(owner: str, widths: Sequence[int], probabilities: Sequence[float]) -> None:
     _check_layers(owner, widths, "probabilities", probabilities)
     for l, (m, p) in enumerate(zip(widths, probabilities, strict=True)):
-        whole(owner, **{f"m_{l}": m})
+        check_counts(owner, **{f"m_{l}": m})
         require(owner, 0 <= p <= 1, "0 ≤ p_l ≤ 1", f"p_{l}={p}", "it is the probability that a channel is open: n/m")
 
 

@@ -1,16 +1,13 @@
-"""Functions and texts that the claims on images share: accuracy curves, decision rules, how runs were shortened."""
+"""What the rules of the claims on images share: how runs were shortened, the decision on a saving, and the check."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from moesaic.intervals import Curve, Estimate
+from moesaic.intervals import Estimate
 from moesaic.paper_fidelity import Fidelity
-from moesaic.papers.chowdhury2023.experiments_images import EPOCHS, SEEN, TRIALS, Arm, WideResult, runs_of, sizes_of
+from moesaic.papers.chowdhury2023.experiments_images import EPOCHS, SEEN, TRIALS
 from moesaic.papers.engine import paper
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim
@@ -18,17 +15,12 @@ from moesaic.papers.engine.findings import Claim
 __all__ = [
     "LENGTH",
     "SAVING_RULE",
-    "Array",
     "ClaimCheck",
     "ExperimentResults",
-    "accuracies",
-    "cell_prefixes",
-    "curve",
     "image_check",
     "saving",
 ]
 
-Array: TypeAlias = NDArray[np.float64]
 ExperimentResults: TypeAlias = paper.ExperimentResults[Any]
 ClaimCheck: TypeAlias = paper.ClaimCheck[Any]
 
@@ -59,22 +51,6 @@ def image_check(
     return ClaimCheck(
         claim, cell_prefixes, evaluate, fidelities, missing="not run here: needs --preset short and a GPU"
     )
-
-
-def cell_prefixes(*tasks: str) -> tuple[str, ...]:
-    """Returns the name prefixes of the runs of both networks on some tasks."""
-    return tuple(f"wide/{task}/{arm}/" for task in tasks for arm in ("wrn", "pmoe"))
-
-
-def accuracies(runs: Sequence[WideResult]) -> Array:
-    """Returns the test accuracies (T,) in percent."""
-    return np.array([run.accuracy for run in runs])
-
-
-def curve(experiment: ExperimentResults, task: str, arm: Arm) -> Curve:
-    """Returns accuracy against samples."""
-    sizes = sizes_of(experiment, task, arm)
-    return sizes, np.stack([accuracies(runs_of(experiment, task, arm, samples)) for samples in sizes])
 
 
 def saving(estimate: Estimate, limit: float) -> CheckResult:
