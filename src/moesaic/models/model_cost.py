@@ -1,8 +1,8 @@
 """Parameters and multiply-adds (MACs) of a network for one image, and the part of them that is routed.
 
-Counted: convolutions, linear layers and routed layers, as they run on one image, and the two matmuls of attention by
-``scaled_dot_product_attention``, as in our transformers and timm's. Not counted: normalisation, activations, pooling,
-additions and biases; the gather of patches; other matmuls in functions rather than modules.
+Counted: convolutions, linear layers, ``nn.MultiheadAttention`` and routed layers, as they run on one image, and the two
+matmuls of attention by ``scaled_dot_product_attention``, as in our transformers and timm's. Not counted: normalisation,
+activations, pooling, additions and biases; the gather of patches; other matmuls in functions rather than modules.
 
 A routed layer has two costs. Sparse MACs, as executed by the `torch` backend: each expert on its own units, plus the
 router's scores. Dense MACs: every expert on every unit, without a router, which is the cost of the layer it replaces.
@@ -36,7 +36,7 @@ __all__ = ["LayerCost", "ModelCost", "align_columns", "count_macs", "grouped"]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ROUTED = (PatchMoE, TokenMoE, TokenSkip, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
-_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
+_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, nn.MultiheadAttention, Router, SampleRouter, *_ROUTED)
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,10 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
             if isinstance(layer, ChannelMoE):
                 gates = _gates(layer, *args[1:], **{name: gate for name, gate in kwargs.items() if name != "x"})
                 found = [_channel_row(where, layer, x, *gates, _new_parameters(layer, seen))]
+            elif isinstance(layer, nn.MultiheadAttention):
+                named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+                inputs = named["query"], named["key"], named["value"]
+                found = [_attention_row(where, layer, inputs, _new_parameters(layer, seen))]
             else:
                 found = _rows(where, layer, x, output, seen)
             for row in found:
@@ -276,6 +280,16 @@ def _channel_row(
     ins = layer.in_channels if gate_in is None else _open_channel_count(gate_in, layer.in_channels, layer.block_in)
     dense = pair * layer.in_channels * layer.out_channels
     return LayerCost(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
+
+
+def _attention_row(
+    name: str, layer: nn.MultiheadAttention, inputs: tuple[Tensor, Tensor, Tensor], parameters: int
+) -> LayerCost:
+    """The projections of queries, keys, values and outputs, and the two matmuls of attention."""
+    query, key, value = inputs
+    pairs = query.numel() * key.shape[-2 if layer.batch_first or key.ndim == 2 else 0]
+    macs = cast("int", layer.embed_dim) * (2 * query.numel() + key.numel() + value.numel()) + 2 * pairs
+    return LayerCost(name, type(layer).__name__, parameters, macs, macs)
 
 
 def _open_channel_count(routing: Routing, channels: int, block: int) -> int:
