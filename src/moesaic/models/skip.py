@@ -17,7 +17,7 @@ from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
-from moesaic.models.convert_plan import new_weights
+from moesaic.models.convert_plan import new_weights, refuse_ddp
 from moesaic.models.input_shapes import OTHER_SIZE, input_shape
 from moesaic.models.inspection import first_weight
 from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
@@ -74,6 +74,7 @@ def skip(
     >>> {name: tuple(each.index.shape) for name, each in routing.items()}
     {'blocks.1': (2, 1, 16), 'blocks.3': (2, 1, 16)}
     """
+    refuse_ddp("skip", model)
     shape = _image_shape(model, input_size, dim)
     first = _prefix_tokens(model) if prefix_tokens is None else prefix_tokens
     check_choice("skip", "prefix", prefix, get_args(SkipPrefix))
