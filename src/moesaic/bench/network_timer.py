@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moesaic.argument_checks import first_line
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
-from moesaic.models.inspection import eval_mode, first_tensor, input_hooks
+from moesaic.models.inspection import eval_mode, first_tensor, first_weight, input_hooks
 from moesaic.models.model_cost import ModelCost
 
 __all__ = [
@@ -167,7 +167,7 @@ class NetworkTimer:
 
     def images(self, model: nn.Module) -> Tensor:
         """A batch of random images for a network."""
-        like = next(iter(model.parameters()))
+        like = first_weight(model)
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(self.batch_size, *self.image, generator=generator).to(like)
         return images.contiguous(memory_format=torch.channels_last) if like.is_cuda else images
