@@ -1,4 +1,4 @@
-"""A receipt of what `convert` did to a network: parameters, multiply-adds, and how far its output moved."""
+"""Report on a conversion by `convert`: parameters and multiply-adds before and after, difference of the outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LayerReceipt:
 
 @dataclass(frozen=True)
 class ConversionReceipt:
-    """What a conversion did to the layers of a network and to the whole; ``print`` shows a table."""
+    """Layers and network before and after a conversion; ``print`` shows a table."""
 
     layers: tuple[LayerReceipt, ...]
     """Each with the input that it has in the original network, so that differences do not add up."""
@@ -82,7 +82,7 @@ def conversion_receipt(converted: nn.Module, original: nn.Module, images: Tensor
         total = _difference(first_tensor(converted(images)), before)
     layers: list[LayerReceipt] = []
     for name in names:
-        now = tuple(_name_after_skip(converted, part) for part in parts[name])
+        now = [found for part in parts[name] if (found := _name_after_skip(converted, part)) is not None]
         parameters = _parameters(original, parts[name]), _parameters(converted, now)
         macs = _macs(costs[0], parts[name]), _macs(costs[1], now)
         layers.append(LayerReceipt(name, parameters, macs, differences[name]))
@@ -119,8 +119,8 @@ def _run_both(
 
     hooks: list[Any] = []
     for name, modules in parts.items():
-        compute_converted = compute(name, converted.get_submodule(_name_after_skip(converted, name)))
-        hooks.append(original.get_submodule(name).register_forward_pre_hook(compute_converted, with_kwargs=True))
+        layer = converted.get_submodule(_name_after_skip(converted, name) or name)
+        hooks.append(original.get_submodule(name).register_forward_pre_hook(compute(name, layer), with_kwargs=True))
         hooks.append(original.get_submodule(modules[-1]).register_forward_hook(compare(name)))
     try:
         return first_tensor(original(images)), differences
@@ -134,15 +134,18 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return largest / scale if scale else (0.0 if not largest else float("inf"))
 
 
-def _name_after_skip(network: nn.Module, name: str) -> str:
-    """The name of a converted layer, whose block `moesaic.skip` may have put into a ``TokenSkip`` since."""
+def _name_after_skip(network: nn.Module, name: str) -> str | None:
+    """The name of a layer whose block `moesaic.skip` may have put into a ``TokenSkip``; None if it is replaced."""
     path: list[str] = []
     for part in name.split("."):
-        if isinstance(network, TokenSkip) and not hasattr(network, part):
+        if isinstance(network, TokenSkip) and part not in dict(network.named_children()):
             path.append("block")
             network = network.block
+        children = dict(network.named_children())
+        if part not in children:
+            return None
         path.append(part)
-        network = network.get_submodule(part)
+        network = children[part]
     return ".".join(path)
 
 
