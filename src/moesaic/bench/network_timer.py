@@ -1,4 +1,4 @@
-"""Times of networks and of their layers on the inputs that they get there, dense and routed in turns.
+"""Times of networks, and of their layers on their inputs in the network; dense and routed alternate.
 
 "forward" is a pass in eval mode without gradients, "step" forward and backward in training mode; of a layer with the
 gradient of its input.
@@ -107,7 +107,7 @@ class LayerPair:
 
 
 def amdahl(total: float, layers: float) -> float:
-    """How many times as fast a network would be if layers that take so much of its total time took none.
+    """Amdahl's law: the speedup of a network of time ``total`` if layers of time ``layers`` took none.
 
     >>> amdahl(10.0, 5.0), amdahl(10.0, 10.5)
     (2.0, inf)
@@ -117,7 +117,7 @@ def amdahl(total: float, layers: float) -> float:
 
 @dataclass(frozen=True)
 class NetworkTimer:
-    """What all measurements of a network have in common."""
+    """Times networks and their layers with one batch, set of passes and precision."""
 
     image: Shape
     batch_size: int
@@ -173,7 +173,7 @@ class NetworkTimer:
         return images.contiguous(memory_format=torch.channels_last) if like.is_cuda else images
 
     def _inputs(self, network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-        """What layers get in a pass of the network."""
+        """The inputs of layers in a forward pass of the network."""
         found: dict[str, Tensor] = {}
 
         def record(name: str, x: Tensor) -> None:
@@ -224,5 +224,5 @@ class NetworkTimer:
 
 
 def share_of_macs(cost: ModelCost, names: Collection[str]) -> float:
-    """The share of a network's multiply-adds in layers, whatever is inside of them included."""
+    """The share of a network's multiply-adds in layers and in the layers inside of them."""
     return sum(layer.dense_macs for layer in cost.within(names)) / max(cost.dense_macs, 1)

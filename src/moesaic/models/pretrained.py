@@ -44,7 +44,7 @@ class _Scale:
 
 @dataclass(frozen=True)
 class _Header:
-    """What a checkpoint of ours says about images."""
+    """Fields of the header of moesaic's checkpoints that describe images."""
 
     scale: _Scale | None = None
     input_shape: tuple[int, ...] | None = None
@@ -52,14 +52,14 @@ class _Header:
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """What a pretrained network expects of its images; None: unknown."""
+    """Image size and normalisation of a pretrained network; None: unknown."""
 
     image_size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
     def or_else(self, other: PretrainedConfig) -> PretrainedConfig:
-        """Fills what is unknown; mean and standard deviation come together."""
+        """Fills unknown fields from another configuration; mean and standard deviation come together."""
         mean, std = (self.mean, self.std) if self.mean and self.std else (other.mean, other.std)
         return PretrainedConfig(self.image_size or other.image_size, mean, std)
 
@@ -112,7 +112,7 @@ def reset_classifier(model: nn.Module) -> None:
 
 
 def read_config(path: str | Path) -> PretrainedConfig:
-    """Returns what the metadata of a safetensors file says about images: ``mean``, ``std`` and ``input_size``.
+    """Returns the image size and normalisation in the metadata of a safetensors file.
 
     Checkpoints of moesaic have them too.
     """

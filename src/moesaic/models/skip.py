@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _RECORD = "_moesaic_skips"
 _EXAMPLE_TOKENS = 6
-"""Tokens behind the prefix that blocks are tried on where the size of images is unknown."""
+"""Tokens behind the prefix in the trial run of a block where the size of images is unknown."""
 
 
 def skip(
@@ -104,7 +104,7 @@ def skip(
 
 
 def applied_skips(model: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Returns what `skip` did to a model, as entries of ``ModelSpec.conversions``; blocks are given by their names.
+    """Returns the calls of `skip` on a model, as entries of ``ModelSpec.conversions``; blocks are given by their names.
 
     Where layers were converted as well, the entries go behind those of `applied_conversions` if the layers were
     converted first, as the names of layers in a block change with it.
@@ -161,7 +161,7 @@ def _restored(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[No
 
 
 def _tokens(name: str, calls: Mapping[str, BlockCall] | None, dim: int | None, prefix_tokens: int) -> tuple[int, int]:
-    """N and C of the tokens of a block; those it is tried on if the model was not run."""
+    """N and C of the tokens of a block, or of those for its trial run if the model was not run."""
     if prefix_tokens:
         check_positive("skip", prefix_tokens=prefix_tokens)
     if dim is not None:

@@ -1,4 +1,4 @@
-"""Fuses what follows a convolution in the trace of a network into it: BatchNorm, an addition, ReLU, max pooling."""
+"""Fusion of BatchNorm, additions, ReLU and max pooling into the convolutions before them, in traced networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RELUS = (F.relu, torch.relu)
 
 
 def fuse_followers(graph: fx.Graph, modules: dict[str, Any]) -> None:
-    """Fuses into each `FusedConv` of a traced network what follows it, and folds BatchNorm into other convolutions.
+    """Fuses the followers of each `FusedConv` of a traced network into it, and folds BatchNorm into other convolutions.
 
     Args:
         graph: the trace; it is changed.

@@ -72,7 +72,7 @@ class ConvCost:
     ins: str | int
     """The layer whose gates select its input channels, or their number where they are not gated."""
     outs: str | int
-    """The same for its output channels."""
+    """The layer whose gates select its output channels, or their number where they are not gated."""
 
 
 class DeepMoE(ImageNetwork):
@@ -312,7 +312,7 @@ def deepmoe(
     embedding_share: float = 0.02,
     center_embedding: bool = False,
 ) -> DeepMoE:
-    """Gate the channels of a network by an embedding of the image.
+    """Gates the channels of a network by an embedding of the image.
 
     The backbone becomes part of the returned network and keeps its parameters; each gated convolution becomes a
     `ChannelMoE` under its old name that contains its BatchNorm, whose old place is taken by an identity. The
