@@ -190,3 +190,8 @@ def test_a_layer_that_cannot_be_routed_leaves_the_others_as_they_are(clock):
     notes = {layer.names: layer.note for layer in found.layers}
     assert [notes[name,] for name in "012"] == [None] * 3
     assert notes["3",].startswith("'3' has 6 output channels")
+
+
+def test_a_network_without_parameters_has_nothing_to_route():
+    found = forward(nn.ReLU())
+    assert (found.layers, found.plans, found.share) == ((), (), 0)

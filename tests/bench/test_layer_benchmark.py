@@ -153,7 +153,7 @@ def test_on_a_gpu_steps_are_graphs_and_what_cannot_be_captured_is_timed_as_it_is
         clear()
         return Memory(10, 30)
 
-    start = layer_benchmark._Ready.__init__
+    start = layer_benchmark._PreparedLayer.__init__
 
     def on_gpu(self: Any, *args: Any) -> None:
         start(self, *args)
@@ -166,7 +166,7 @@ def test_on_a_gpu_steps_are_graphs_and_what_cannot_be_captured_is_timed_as_it_is
     monkeypatch.setattr(layer_benchmark, "capture_cuda_graph", capture)
     monkeypatch.setattr(layer_benchmark, "peak_memory", memory)
     monkeypatch.setattr(layer_benchmark, "time_interleaved", time_interleaved)
-    monkeypatch.setattr(layer_benchmark._Ready, "__init__", on_gpu)
+    monkeypatch.setattr(layer_benchmark._PreparedLayer, "__init__", on_gpu)
     rows = layer_times(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, repetitions=1)
     assert len(made) == (6 if can_capture else 0)
     for row in rows:

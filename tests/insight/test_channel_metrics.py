@@ -305,3 +305,8 @@ def test_a_network_may_route_patches_and_gate_channels():
     assert [layer.name for layer in explanation.channels.layers] == ["conv"]
     assert explanation.channels.costs is explanation.channels.map is None, "it does not have them"
     assert explain(collect_outputs(Mixed(), torch.zeros(1, 3, 8, 8), unit, layers=["moe"]), ["a", "b"]).channels is None
+
+
+def test_distances_need_an_image():
+    with pytest.raises(ValueError, match="gate_distances: the routing has no image; give at least one"):
+        gate_distances(gates(torch.zeros(0, 3, dtype=torch.bool)), torch.zeros(0, dtype=torch.int64), 2)

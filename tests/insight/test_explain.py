@@ -267,3 +267,45 @@ def test_nothing_is_seen_where_nothing_of_the_image_arrives():
 
     moe = moesaic.PatchMoE(3, 2, experts=1, patches_per_expert=1, patch_size=2)
     assert receptive_field(nn.Sequential(Constant(), moe), "1", torch.rand(1, 3, 4, 4)) is None
+
+
+def test_modules_keep_their_own_modes():
+    model = nn.Sequential(nn.BatchNorm2d(3), *network()).train()
+    model[0].eval()
+    modes = [module.training for module in model.modules()]
+    collect_outputs(model, torch.zeros(2, 3, 8, 8, dtype=torch.uint8), unit)
+    assert [module.training for module in model.modules()] == modes
+    receptive_field(model, "1", torch.rand(2, 3, 8, 8))
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_logits_may_come_in_a_dictionary():
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"logits": self.layers(x)}
+
+    pixels = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    model = Named()
+    found, plain = collect_outputs(model, pixels, unit), collect_outputs(model.layers, pixels, unit)
+    assert torch.equal(found.probabilities, plain.probabilities)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"labels": torch.tensor([0, 1])}, r"explain: labels are \(2,\) torch.int64; .* each of the 3 images"),
+        ({"labels": torch.tensor([0, 1, 2])}, "explain: labels go from 0 to 2; with classes=2"),
+        (
+            {"labels": torch.tensor([0, 1, 0]), "groups": torch.tensor([0]), "group_names": ["x"]},
+            r"explain: groups: labels are \(1,\) torch.int64",
+        ),
+    ],
+)
+def test_labels_and_groups_of_other_images_are_refused(given, message):
+    routing = by_hand(torch.zeros(3, 1, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=message):
+        explain(forward_pass(routing, torch.tensor([0, 1, 0])), ["a", "b"], **given)

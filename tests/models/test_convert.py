@@ -16,6 +16,7 @@ from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.models.resnet import ResNet18
+from moesaic.models.skip import skip
 
 
 class Residual(nn.Module):
@@ -281,6 +282,42 @@ def test_a_subclass_that_computes_something_else_is_refused():
 
     with pytest.raises(ValueError, match="'0' is a Doubled, which does not compute the plain layer of its weights"):
         convert(one(Doubled(3, 4, 3, padding=1)), "0", experts=2, input_size=8)
+
+
+def test_subclasses_are_examined_with_random_weights_also_on_the_meta_device():
+    class Plain(nn.Conv2d):
+        pass
+
+    class Standardised(nn.Conv2d):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return F.conv2d(input, self.weight - self.weight.mean(), self.bias, padding=self.padding)
+
+    model = nn.Sequential(Plain(3, 4, 3, padding=1), Standardised(4, 4, 3, padding=1))
+    nn.init.zeros_(model[1].weight)
+    assert convertible_layers(model) == ("0",)
+    assert convertible_layers(model.to("meta"), input_size=8) == ("0",)
+
+
+def test_a_network_in_distributed_data_parallel_is_refused():
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    with pytest.raises(ValueError, match=r"convert: the network is in DistributedDataParallel, .* wrap it then"):
+        convert(wrapped, "module.stem", experts=2)
+    with pytest.raises(ValueError, match="skip: the network is in DistributedDataParallel"):
+        skip(wrapped, "every-2")
+
+
+def test_channels_that_are_guessed_wrong_can_be_given():
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.first = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(3, 8, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    with pytest.raises(ValueError, match=r"on an image of 8×16×16: .*give input_size=\(C, H, W\) if its images"):
+        convert(Reversed(), "last", experts=2, input_size=16)
+    assert isinstance(convert(Reversed(), "last", experts=2, input_size=(3, 16, 16)).last, PatchMoE)
 
 
 @pytest.mark.parametrize(

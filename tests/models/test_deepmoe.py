@@ -470,7 +470,7 @@ def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(net
     ("options", "error", "message"),
     [
         ({"mode": "topk"}, TypeError, "keep is missing"),
-        ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it is a fraction .* above 0 and up to 1"),
+        ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it must be a fraction .* above 0 and up to 1"),
         ({"mode": "topk", "keep": 1.5}, ValueError, "keep=1.5"),
         ({"keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='relu'"),
         ({"embedding_share": -0.1}, ValueError, "embedding_share=-0.1; .* from 0 to below 1"),
@@ -481,6 +481,9 @@ def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(net
         ({"bottleneck": "c"}, ValueError, "bottleneck='c' is unknown"),
         ({"mode": "soft"}, ValueError, "mode='soft' is unknown"),
         ({"block": 0}, ValueError, "block=0; it must be at least 1"),
+        ({"mode": "topk", "keep": "half"}, TypeError, "keep='half' is a str; it must be a number"),
+        ({"embedding_share": "2 %"}, TypeError, "embedding_share='2 %' is a str; it must be a number"),
+        ({"bias": "1"}, TypeError, "bias='1' is a str; it must be a number"),
     ],
 )
 def test_options_out_of_range_are_refused_and_the_network_stays_as_it_was(options, error, message):
@@ -576,3 +579,36 @@ def test_wrong_maps_are_refused_where_kernels_may_run(wrong, monkeypatch):
     x = torch.randn(2 if wrong == "batch" else 3, 3, 32, 32, dtype=torch.float64 if wrong == "dtype" else None)
     with model._gated_by(output.routing), pytest.raises((ValueError, TypeError), match="ChannelMoE: "):
         model.backbone(x)
+
+
+class Scaled(nn.Module):
+    """The second convolution reads gated channels; its own are not gated, as they are scaled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu, self.second = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.second(self.relu(self.first(x))) * 2).mean((2, 3)))
+
+
+@pytest.mark.parametrize("change", ["spectral norm", "hook"])
+def test_a_consumer_with_a_parametrised_weight_or_hooks_is_left_as_it_is(change):
+    network, calls = Scaled().double(), []
+    if change == "hook":
+        network.second.register_forward_hook(lambda *_: calls.append(1))
+    else:
+        nn.utils.parametrizations.spectral_norm(network.second)
+    second = network.second
+    calls.clear()
+    model = deepmoe(network, num_classes=CLASSES)
+    assert model.gated == ("first",)
+    assert model.backbone.second is second
+    calls.clear()
+    model(images(2)).sum().backward()
+    assert len(calls) == (change == "hook")
+    assert all(weight.grad is not None for weight in second.parameters())
+    if change == "spectral norm":
+        x = images(2)
+        torch.testing.assert_close(moesaic.freeze(model.eval())(x), model(x), rtol=1e-10, atol=1e-10)

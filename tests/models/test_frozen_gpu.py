@@ -136,6 +136,27 @@ def test_a_convolution_does_not_move_behind_a_change_of_its_input():
     torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
 
 
+class InPlaceBehindNorm(nn.Module):
+    """A BatchNorm, and the ReLU that changes the convolution's input, between a convolution and the addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.conv = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.relu, self.head = nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        y = self.norm(self.conv(x))
+        return self.head((y + self.relu(x)).mean((2, 3)))
+
+
+@torch.no_grad()
+def test_a_convolution_with_a_fused_norm_does_not_move_behind_a_change_of_its_input():
+    model = gate(InPlaceBehindNorm(), block=8, image_size=16)
+    x = images(2, size=16)
+    torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
+
+
 @torch.no_grad()
 def test_gates_are_recorded_and_copies_give_the_same():
     model = build("blocks")

@@ -227,3 +227,38 @@ def test_dense_macs_of_a_gated_network_equal_those_of_the_plain_one():
 def test_experts_of_tokens_run_on_each_and_experts_of_samples_once():
     model = nn.Sequential(nn.Flatten(2), SampleMoE(SampleRouter(8, 4), MLPExperts(4, 8, 10, 2)))
     assert count_macs(model, (3, 2, 4)).routed_dense_macs == 3 * 4 * (8 * 10 + 10 * 2)
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 16, 4, stride=4)
+        self.attention = nn.MultiheadAttention(16, 2, kdim=8, vdim=4, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        query, key, value = tokens[:, :5], tokens[..., :8], tokens[..., :4]
+        if not self.attention.batch_first:
+            query, key, value = (each.transpose(0, 1) for each in (query, key, value))
+        return self.attention(query, key, value=value)[0]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_attention_of_torch_costs_its_projections_and_matmuls(batch_first, device):
+    model = CrossAttention(batch_first=batch_first).to(device)
+    (row,) = count_macs(model, (3, 16, 16)).within(["attention"])
+    projections = 2 * 5 * 16 * 16 + 16 * (8 + 4) * 16
+    assert row.macs == row.dense_macs == projections + 2 * 5 * 16 * 16
+    assert row.parameters == sum(weight.numel() for weight in model.attention.parameters())
+
+
+def test_attention_inside_a_transformer_layer_of_torch_is_counted_once():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), nn.Flatten(2), nn.Linear(16, 16), layer)
+    rows = count_macs(model, (3, 16, 16)).within(["3"])
+    assert [(row.name, row.macs) for row in rows] == [
+        ("3.self_attn", 4 * 16**3 + 2 * 16**3),
+        ("3.linear1", 16 * 16 * 32),
+        ("3.linear2", 16 * 16 * 32),
+    ]

@@ -56,6 +56,13 @@ def test_files_of_torch_are_read_and_a_missing_counter_is_no_fault(tmp_path, wei
     assert torch.equal(found["body.stem.weight"], weights["body.stem.weight"])
 
 
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_weights_of_compiled_networks_are_read(tmp_path, weights, prefix):
+    path = saved(tmp_path / "w.safetensors", {f"{prefix}{name}": tensor for name, tensor in weights.items()})
+    found = create_model("wrn10_1", num_classes=5, weights=path).state_dict()
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
 def test_a_file_of_another_network_is_refused_with_the_first_names(tmp_path, weights):
     model = create_model("wrn10_1", num_classes=5)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from moesaic import PatchMoE
+from moesaic.models.convert import applied_conversions
 from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.models.model_string import format_model_string, parse_model_string
 from moesaic.models.registry import ModelSpec, create_model, list_models
 
 SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe", "_8", "_8_pmoe"))]
@@ -162,3 +164,18 @@ def test_networks_without_classifier_need_no_number_of_classes():
     assert first.shape[0] == 1
     with pytest.raises(TypeError, match="num_classes is missing; give it, or 0 for a network without classifier"):
         create_model("wrn10_1")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("input_size", [3, 32, 32]), ("seed", 7), ("pad", True), ("pad", False), ("gate", "one")]
+)
+def test_model_strings_are_read_as_they_are_written(option, value):
+    conversion = {"layer": ["body.1"], "experts": 4, option: value}
+    text = format_model_string("resnet18", {"width": 0.5, "head": None}, [{**conversion, "router": None}])
+    assert parse_model_string(text) == ("resnet18", {"width": 0.5}, [conversion])
+
+
+def test_an_image_shape_can_be_given_in_a_model_string():
+    spec = ModelSpec.parse("resnet18:width=0.1:convert=body.2.first.0:experts=2:input_size=3+16+16")
+    model = replace(spec, arguments={**spec.arguments, "num_classes": 2}).build()
+    assert applied_conversions(model)[0]["input_size"] == [3, 16, 16]

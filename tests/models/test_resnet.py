@@ -137,3 +137,8 @@ def test_narrow_shortcuts_compute_the_strided_convolution():
         x = torch.randn(2, 8, 7, 6, dtype=torch.float64)
         torch.testing.assert_close(conv(x), F.conv2d(x, conv.weight, stride=2), rtol=1e-12, atol=1e-12)
     assert not any("_conv_forward" in vars(conv) for conv in ResNet(18, 4).modules())
+
+
+def test_a_width_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="ResNet: width='wide' is a str; it must be a number"):
+        ResNet(18, 2, width="wide")

@@ -14,6 +14,7 @@ from moesaic.cli.train import _run_name
 from moesaic.data.image_dataset import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.models import ModelSpec, ViT, applied_skips, count_macs
+from moesaic.models.conversion_receipt import conversion_receipt
 from moesaic.models.spec_validation import check_spec
 from moesaic.models.vit import Block
 from moesaic.training.backbone_features import backbone_digest
@@ -339,6 +340,17 @@ def test_onnx_output_equals_torch(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "skip.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x[:2].numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x[:2]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_receipt_compares_converted_mlps_of_blocks_that_skip():
+    original = vit()
+    model = moesaic.convert(copy.deepcopy(original), "blocks.1.mlp", experts=4, init="upcycle", router="token-choice")
+    x = torch.randn(2, 3, 16, 16)
+    before = conversion_receipt(model, original, x)
+    after = conversion_receipt(moesaic.skip(model, "blocks.1", keep=0.5), original, x)
+    assert (after.layers[0].name, after.layers[0].parameters) == ("blocks.1.mlp", before.layers[0].parameters)
+    assert after.layers[0].difference == before.layers[0].difference < 1e-5
+    assert after.layers[0].macs == (before.layers[0].macs[0], before.layers[0].macs[1] // 2)
 
 
 def test_mlps_of_blocks_that_skip_are_converted_before():

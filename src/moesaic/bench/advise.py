@@ -1,4 +1,4 @@
-"""What routing could gain in a dense network on this machine: `advise`.
+"""``advise``: the speed that routing could gain in a dense network on this machine.
 
 Each layer that could be routed is timed dense and routed on its own input, one of each shape. From these times follow
 the bound on the network's speed (Amdahl's law) and an estimate of it; where that promises a gain, the routed network is
@@ -58,7 +58,7 @@ _SKIP_RULE = "every-2"
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """How layers would be routed."""
+    """Options of the routed layers."""
 
     experts: int = 8
     capacity: float | None = None
@@ -82,7 +82,7 @@ class RoutingOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """Layers to route, and what that is estimated and measured to give."""
+    """Layers to route, with the estimated and the measured speed of the network."""
 
     name: PlanName
     """``"convert"``: all layers that gain as patches or split; ``"skip"``; ``"experts"``: all MLPs in that way."""
@@ -186,7 +186,7 @@ def advise(
     timed = {layer.names: layer for layer in layers if layer.way != "skip"}.values()
     inside = {what: sum(len(layer.names) * layer.dense[what] for layer in timed) for what in passes}
     planner = _Planner(network, image, options, dense, cost)
-    plans = planner.plans([each for each in zip(layers, candidates, strict=True) if _pays(each[0], passes)])
+    plans = planner.plans([each for each in zip(layers, candidates, strict=True) if _is_planned(each[0], passes)])
     return Advice(
         dense,
         sum(layer.share for layer in timed),
@@ -196,14 +196,14 @@ def advise(
     )
 
 
-def _pays(layer: LayerGain, passes: Sequence[Pass]) -> bool:
+def _is_planned(layer: LayerGain, passes: Sequence[Pass]) -> bool:
     """Whether a plan has the layer: those for speed only where it gains."""
     return layer.way == "experts" or layer.gains(passes)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A layer of a shape dense and routed, and what one more such layer adds to the network."""
+    """A layer of a shape, dense and routed, and the cost that one more such routed layer adds to the network."""
 
     pair: LayerPair
     way: Way
@@ -214,7 +214,7 @@ class _Candidate:
 def _candidates(
     network: nn.Module, image: Shape, options: RoutingOptions
 ) -> tuple[list[_Candidate], list[LayerGain], ModelCost]:
-    """Layers dense and routed, one of each shape and way; those that cannot be routed say why."""
+    """Layers dense and routed, one of each shape and way; those that cannot be routed, each with its reason."""
     units = find_mlps(network)
     convertible = convertible_layers(network, input_size=image)
     parts = tuple(f"{name}." for name in convertible if name in units)
@@ -314,7 +314,7 @@ class _Planner:
     cost: ModelCost
 
     def plans(self, rows: Sequence[tuple[LayerGain, _Candidate]]) -> list[Plan]:
-        """The plans that have layers, with the cost of the network and the speed that their times promise."""
+        """The plans that have layers, with the cost of the network and its estimated speed."""
         found: list[Plan] = []
         for plan in dict.fromkeys(_PLAN_OF_WAY.values()):
             own = [each for each in rows if _PLAN_OF_WAY[each[1].way] == plan]
@@ -337,7 +337,7 @@ class _Planner:
     def measure(
         self, plans: Sequence[Plan], timer: NetworkTimer, modes: Sequence[Mode], log: Callable[[str], None]
     ) -> tuple[Plan, ...]:
-        """The plans, with times of the network by those that promise a gain."""
+        """The plans, with times of the network for those with an estimated gain."""
         routed = {plan.name: self._routed(plan) for plan in plans if max(plan.estimated.values()) > NOISE}
         found: dict[str, list[NetworkGain]] = {name: [] for name in routed}
         for mode in modes if routed else ():

@@ -1,4 +1,4 @@
-"""Layers of a network in groups of one shape: equal modules on inputs of equal shapes take equal times."""
+"""Layers of a network in groups of one shape: equal modules on inputs of equal shapes, which take equal times."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.models.model_cost import ModelCost, count_macs
 __all__ = ["InputShapes", "describe_layer", "equal_layers", "trace_shapes"]
 
 InputShapes = dict[str, tuple[int, ...]]
-"""Of what a layer gets for one image."""
+"""Shapes of the inputs of layers for one image, by name."""
 
 
 def trace_shapes(model: nn.Module, names: Iterable[str], image: tuple[int, int, int]) -> tuple[InputShapes, ModelCost]:

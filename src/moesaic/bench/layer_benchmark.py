@@ -125,7 +125,7 @@ def layer_times(
     if compiled:
         torch.compiler.reset()  # a graph per shape, not one with dynamic shapes
     maps = {label: random_inputs(shape, device, dtype, FORMATS[label]) for label in formats}
-    _time([_Ready(*each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
+    _time([_PreparedLayer(*each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
     if torch.device(device).type == "cuda":
         del maps
         gc.collect()
@@ -159,7 +159,7 @@ def run_once(
     for row, model in candidates:
         if row.left_out or not (row.backend or row.compiled):
             continue
-        ready = _Ready(row, model, "channels_last", x, grad_output)
+        ready = _PreparedLayer(row, model, "channels_last", x, grad_output)
         for what in passes:
             ready.try_once(what)
         ran[row.layer] = row.notes
@@ -184,7 +184,7 @@ def tune_layer(
     """
     x, grad_output = random_inputs(shape, device, dtype, torch.channels_last)
     row, model = LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, options)
-    ready = _Ready(row, model, "channels_last", x, grad_output)
+    ready = _PreparedLayer(row, model, "channels_last", x, grad_output)
 
     def measure() -> float:
         run = capture_cuda_graph(ready.run_of(what), warm_up=2)  # the first of which compiles
@@ -226,7 +226,7 @@ def _candidates(
     return found
 
 
-class _Ready:
+class _PreparedLayer:
     """A candidate on its device in a memory format, with an input and a gradient of the output."""
 
     def __init__(self, row: LayerTimes, model: nn.Module, label: str, x: Tensor, grad_output: Tensor) -> None:
@@ -293,7 +293,7 @@ class _Ready:
         return nullcontext() if self.row.backend is None else backend(self.row.backend)
 
 
-def _time(ready: Sequence[_Ready], passes: Sequence[Pass], repetitions: int) -> None:
+def _time(ready: Sequence[_PreparedLayer], passes: Sequence[Pass], repetitions: int) -> None:
     """Writes the times of all passes into the rows; CUDA graphs are released at the end."""
     for what in passes:
         prepared = {number: each.prepare(what) for number, each in enumerate(ready)}

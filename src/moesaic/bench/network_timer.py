@@ -1,4 +1,4 @@
-"""Times of networks and of their layers on the inputs that they get there, dense and routed in turns.
+"""Times of networks, and of their layers on their inputs in the network; dense and routed alternate.
 
 "forward" is a pass in eval mode without gradients, "step" forward and backward in training mode; of a layer with the
 gradient of its input.
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moesaic.argument_checks import first_line
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
-from moesaic.models.inspection import eval_mode, first_tensor, input_hooks
+from moesaic.models.inspection import eval_mode, first_tensor, first_weight, input_hooks
 from moesaic.models.model_cost import ModelCost
 
 __all__ = [
@@ -107,7 +107,7 @@ class LayerPair:
 
 
 def amdahl(total: float, layers: float) -> float:
-    """How many times as fast a network would be if layers that take so much of its total time took none.
+    """Amdahl's law: the speedup of a network of time ``total`` if layers of time ``layers`` took none.
 
     >>> amdahl(10.0, 5.0), amdahl(10.0, 10.5)
     (2.0, inf)
@@ -117,7 +117,7 @@ def amdahl(total: float, layers: float) -> float:
 
 @dataclass(frozen=True)
 class NetworkTimer:
-    """What all measurements of a network have in common."""
+    """Times networks and their layers with one batch, set of passes and precision."""
 
     image: Shape
     batch_size: int
@@ -167,13 +167,13 @@ class NetworkTimer:
 
     def images(self, model: nn.Module) -> Tensor:
         """A batch of random images for a network."""
-        like = next(iter(model.parameters()))
+        like = first_weight(model)
         generator = torch.Generator().manual_seed(0)
         images = torch.randn(self.batch_size, *self.image, generator=generator).to(like)
         return images.contiguous(memory_format=torch.channels_last) if like.is_cuda else images
 
     def _inputs(self, network: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-        """What layers get in a pass of the network."""
+        """The inputs of layers in a forward pass of the network."""
         found: dict[str, Tensor] = {}
 
         def record(name: str, x: Tensor) -> None:
@@ -224,5 +224,5 @@ class NetworkTimer:
 
 
 def share_of_macs(cost: ModelCost, names: Collection[str]) -> float:
-    """The share of a network's multiply-adds in layers, whatever is inside of them included."""
+    """The share of a network's multiply-adds in layers and in the layers inside of them."""
     return sum(layer.dense_macs for layer in cost.within(names)) / max(cost.dense_macs, 1)

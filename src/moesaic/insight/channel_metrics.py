@@ -227,6 +227,8 @@ def gate_distances(
     """
     open_BE = open_gates(routing)
     B, E = open_BE.shape
+    if not B:
+        raise ValueError("gate_distances: the routing has no image; give at least one")
     labels = check_labels("gate_distances", labels, B, classes)
     open_BE = open_BE.float()  # exact for counts of images
     differing_KK, pairs_KK = _pairs(_members(labels, classes).float() @ open_BE, labels.bincount(minlength=classes), E)

@@ -56,7 +56,7 @@ class Information:
 
 @dataclass(frozen=True, eq=False)
 class ClassMaps:
-    """Made by `class_maps`; tensors are float64 on the CPU."""
+    """Selection rates and gates of patches by class; made by `class_maps`. Tensors are float64 on the CPU."""
 
     images: tuple[int, ...]
     """(K,): images per class."""
@@ -69,7 +69,7 @@ class ClassMaps:
 
 @dataclass(frozen=True, eq=False)
 class ClassRouting:
-    """Made by `class_routing`; tensors are float64 on the CPU."""
+    """Routing by class, and its dependence on the class; made by `class_routing`. Tensors are float64 on the CPU."""
 
     images: tuple[int, ...]
     """(K,): images per class."""
@@ -120,7 +120,7 @@ def class_routing(routing: Routing, labels: Tensor, classes: int, *, seed: int =
 
 
 def class_maps(routing: Routing, labels: Tensor, classes: int) -> ClassMaps:
-    """Where experts look in images of each class; ``labels`` (B,) are from 0 to ``classes`` − 1.
+    """Selection rates and mean gates in images of each class; ``labels`` (B,) are from 0 to ``classes`` − 1.
 
     >>> import torch
     >>> index = torch.tensor([0, 0, 3]).view(3, 1, 1)

@@ -81,7 +81,9 @@ class DispatchTable:
         named = zip((*self.clusters, "all"), (*self.counts, self.load), (*self.preferred, None), strict=True)
         for name, counts, most in named:
             # the asterisk takes the place of a blank, which keeps the columns aligned
-            rows.append((name, *(f"{_brief(count)}{'*' if e == most else ' '}" for e, count in enumerate(counts))))
+            rows.append(
+                (name, *(f"{_format_count(count)}{'*' if e == most else ' '}" for e, count in enumerate(counts)))
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
@@ -115,7 +117,7 @@ class DispatchTable:
         for k, (counts, shares) in enumerate(zip(self.counts, self.shares, strict=True)):
             for e, (count, share) in enumerate(zip(counts, shares, strict=True)):
                 ink = "white" if share > _DARK else "black"
-                axes.text(e, k, _brief(count), ha="center", va="center", fontsize=9, color=ink)
+                axes.text(e, k, _format_count(count), ha="center", va="center", fontsize=9, color=ink)
         return figure
 
 
@@ -153,6 +155,6 @@ def _rows(count_KE: Tensor) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in cast("list[list[float]]", count_KE.tolist()))
 
 
-def _brief(count: float) -> str:
+def _format_count(count: float) -> str:
     """Whole numbers as they are, weights with one decimal."""
     return f"{count:.1f}" if isinstance(count, float) and not count.is_integer() else f"{count:.0f}"

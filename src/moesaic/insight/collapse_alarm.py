@@ -53,7 +53,7 @@ class CollapseEvent:
     @property
     def message(self) -> str:
         """The layer, the numbers and what to do about it."""
-        return f"{_place(self.layer)}: {self.finding}"
+        return f"{_layer_text(self.layer)}: {self.finding}"
 
     @property
     def finding(self) -> str:
@@ -253,7 +253,7 @@ def _sum_over_ranks(load: Tensor, sums: Tensor, batch: GlobalBatch) -> tuple[Ten
 
 def _warn(event: CollapseEvent) -> None:
     when = f"last {event.window} of {event.passes} training passes"
-    text = f"CollapseAlarm: {_place(event.layer)}, {when}: {event.finding}"
+    text = f"CollapseAlarm: {_layer_text(event.layer)}, {when}: {event.finding}"
     warnings.warn(CollapseWarning(text, event), stacklevel=2)
 
 
@@ -286,7 +286,7 @@ def _refuse_bad_scores(name: str, layer: RoutedLayer, routing: Routing) -> None:
     count = int(bad.sum())
     first = tuple(int(place) for place in bad.nonzero()[0])
     raise FloatingPointError(
-        f"check_scores: {_place(name)}: {count} of {scores.numel()} scores are not finite ({nans} NaN, "
+        f"check_scores: {_layer_text(name)}: {count} of {scores.numel()} scores are not finite ({nans} NaN, "
         f"{count - nans} infinite), shape {tuple(scores.shape)}, first at {first}; look at the layer's input and at "
         "router.weight: a learning rate or a loss scale that is too high is the usual cause"
     )
@@ -298,6 +298,6 @@ def _hook(model: nn.Module, hook: RoutingHook) -> AbstractContextManager[None]:
     return routing_hook(model, cast("RoutingHook", torch.compiler.disable(hook, reason=reason)))
 
 
-def _place(name: str) -> str:
+def _layer_text(name: str) -> str:
     """The layer in words; the name is empty where the model is itself the layer."""
     return f"layer {name!r}" if name else "the layer"

@@ -27,7 +27,7 @@ MAX_IMAGES = 2000
 
 @dataclass(frozen=True)
 class EmbeddingMap:
-    """Made by `embedding_map`."""
+    """A map of embeddings to the plane; made by `embedding_map`."""
 
     x: tuple[float, ...]
     y: tuple[float, ...]

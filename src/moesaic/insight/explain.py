@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from moesaic.argument_checks import check_choice, check_positive
 from moesaic.insight.channel_explanation import ChannelExplanation, GatedNetwork, GatedOutputs, explain_channels
-from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, class_maps, class_routing
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, check_labels, class_maps, class_routing
 from moesaic.insight.metrics import summary
 from moesaic.insight.patch_features import record_features
 from moesaic.insight.receptive_field import ReceptiveField, receptive_field
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.layers.recording import record_routing, routed_layers
+from moesaic.models.inspection import eval_mode, first_tensor
 from moesaic.routing_record import Chooser, Routing, Unit
 
 __all__ = [
@@ -234,11 +235,10 @@ def collect_outputs(
         )
     picked = known if layers is None else [check_choice("collect_outputs", "layer", name, known) for name in layers]
     own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
-    training = model.training
-    model = model.to(device).eval()
+    model = model.to(device)
     probabilities: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
-    try:
+    with eval_mode(model):
         with torch.no_grad(), record_routing(model, keep="all") as routing, record_features(own) as features:
             for start in range(0, len(pixels), batch_size):
                 x = transform(pixels[start : start + batch_size].to(device))
@@ -247,14 +247,12 @@ def collect_outputs(
                     logits = cast("Tensor", output.logits)
                     gated.append((output.embedding.cpu(), model.macs(output.routing).cpu()))
                 else:
-                    logits = cast("Tensor", model(x))
+                    logits = first_tensor(model(x))
                 probabilities.append(logits.float().softmax(-1).cpu())
                 if progress is not None:
                     progress(min(start + batch_size, len(pixels)))
         sample = transform(pixels[:_FIELD_IMAGES].to(device))
         fields = {name: receptive_field(model, name, sample) for name in picked if routing[name].grid is not None}
-    finally:
-        model.train(training)
     outputs = None
     if isinstance(model, GatedNetwork):
         embeddings, macs = zip(*gated, strict=True)
@@ -308,8 +306,9 @@ def explain(
             f"explain: {len(class_names)} class names for a network with {K} outputs; give one name for each output"
         )
     predicted = outputs.probabilities.argmax(1)
-    classes = predicted if labels is None else labels.cpu().long()
+    classes = predicted if labels is None else check_labels("explain", labels, B, K)
     correct = None if labels is None else predicted == classes
+    members = None if groups is None else check_labels("explain: groups", groups, B, len(group_names))
     channels = {name: routing for name, routing in outputs.routing.items() if routing.unit == "channel"}
     return Explanation(
         images=B,
@@ -318,7 +317,7 @@ def explain(
         class_images=tuple(int((classes == k).sum()) for k in range(K)),
         accuracy=None if correct is None else Accuracy("all", int(correct.sum()), B),
         class_accuracy=_accuracies(correct, classes, class_names),
-        group_accuracy=_accuracies(correct, groups, group_names),
+        group_accuracy=_accuracies(correct, members, group_names),
         layers=tuple(
             _layer(name, routing, outputs.fields.get(name), classes, K, top_patches, seed)
             for name, routing in outputs.routing.items()
@@ -351,7 +350,7 @@ def _features(parts: list[Tensor], routing: Routing) -> Tensor | None:
 def _accuracies(correct_B: Tensor | None, members_B: Tensor | None, names: Sequence[str]) -> tuple[Accuracy, ...]:
     if correct_B is None or members_B is None:
         return ()
-    own_KB = [members_B.cpu() == k for k in range(len(names))]
+    own_KB = [members_B == k for k in range(len(names))]
     return tuple(
         Accuracy(name, int(correct_B[own].sum()), int(own.sum())) for name, own in zip(names, own_KB, strict=True)
     )

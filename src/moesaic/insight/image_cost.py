@@ -40,7 +40,7 @@ class MeanCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Made by `image_costs`; all but the multiply-adds in percent of the dense network."""
+    """Costs of images, in percent of the dense network; made by `image_costs`."""
 
     dense_macs: int
     """Multiply-adds of the network without gates."""
@@ -137,7 +137,7 @@ def _mean(name: str, cost: Tensor) -> MeanCost | None:
 
 
 def _difference(one: MeanCost, other: MeanCost) -> Estimate | None:
-    """The errors are independent, so the squares of half the intervals add up."""
+    """The difference of two means; their errors are independent, so the squares of half the intervals add up."""
     if one.interval is None or other.interval is None:
         return None
     half = math.hypot(one.interval[1] - one.mean, other.interval[1] - other.mean)
@@ -163,7 +163,7 @@ def _within_classes(cost_B: Tensor, correct_B: Tensor, classes_B: Tensor) -> Est
 
 
 def _correlation(cost: Tensor, certainty: Tensor) -> Estimate | None:
-    """With Fisher's interval."""
+    """Correlation with Fisher's interval; None for few images, or if one of the two is constant or not finite."""
     if len(cost) < MIN_IMAGES or not bool(cost.isfinite().all() and certainty.isfinite().all()):
         return None
     if min(float(cost.std()), float(certainty.std())) < 1e-9:

@@ -105,7 +105,7 @@ def overlay(
     if titles is not None and len(titles) != routing.batch:
         raise ValueError(f"overlay: {len(titles)} titles for {routing.batch} images; give one for each, '' for none")
 
-    drawn = _Drawn.of(routing, picked, len(pixels))
+    drawn = _DrawnRouting.of(routing, picked, len(pixels))
     layout = _Layout(len(pixels), len(picked), pixels.shape[1] / pixels.shape[2])
     legible = layout.fits_numbers(filled)
     figure = Figure(figsize=layout.size, facecolor="white")
@@ -132,7 +132,7 @@ def overlay(
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _DrawnRouting:
     """The parts of a routing that are drawn, (B, E, N) for each image, expert and patch."""
 
     framed: NDArray[np.bool_]
@@ -143,7 +143,7 @@ class _Drawn:
     soft: bool
 
     @classmethod
-    def of(cls, routing: Routing, picked: Sequence[int], images: int) -> _Drawn:
+    def of(cls, routing: Routing, picked: Sequence[int], images: int) -> _DrawnRouting:
         def selected(values_BNE: Tensor) -> NDArray[Any]:
             return values_BNE[:images, :, list(picked)].detach().mT.cpu().numpy()
 
@@ -267,7 +267,7 @@ class _ImageAxes:
             row, column = divmod(int(n), self.columns)
             right, bottom = np.minimum((column + 1, row + 1), self.filled)
             foot = bottom - (0.2 * size + 1) / self.patch[1]
-            self.axes.text((column + right) / 2, foot, _brief(value_N[n]), **style)
+            self.axes.text((column + right) / 2, foot, _format_gate(value_N[n]), **style)
 
     def _show(self, image: NDArray[Any], rows: float, columns: float) -> None:
         self.axes.imshow(image, extent=(0, columns, rows, 0), aspect="auto", interpolation="nearest")
@@ -320,7 +320,7 @@ def _ink(expert: int) -> str:
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 120 else "white"
 
 
-def _brief(value: float) -> str:
+def _format_gate(value: float) -> str:
     """Two decimals, or 4e-3 for small values."""
     return f"{value:.2f}" if abs(value) >= 0.01 or value == 0 else f"{value:.0e}".replace("e-0", "e-")
 

@@ -1,4 +1,4 @@
-"""What a router reads of each patch or token, in a few numbers: to find patches that look alike to the layer.
+"""Features of patches and tokens as routers read them, to find patches that look alike to a layer.
 
 The features of a patch are the mean of the map in front of the router over the patch. Where they are many, a fixed
 random projection keeps their distances about (Johnson and Lindenstrauss 1984), so that thousands of images fit into

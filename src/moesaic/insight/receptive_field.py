@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moesaic.argument_checks import check_choice
 from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
+from moesaic.models.inspection import eval_mode
 from moesaic.routing_record import Routing
 
 __all__ = ["ReceptiveField", "receptive_field"]
@@ -63,15 +64,12 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> ReceptiveFi
     # the input of the router is (B, C, H, W) even if that of the layer is channels-last
     router = cast("nn.Module", layers[check_choice("receptive_field", "layer", layer, tuple(layers))].router)
     hook = router.register_forward_pre_hook(record_input)
-    training = model.training
     try:
-        model.eval()
-        with torch.enable_grad(), routing_hook(model, record_routing):
+        with eval_mode(model), torch.enable_grad(), routing_hook(model, record_routing):
             x = images.detach().clone().requires_grad_()
             model(x)
             return _measured(x, inputs[-1], routings[-1]) if inputs and routings else None
     finally:
-        model.train(training)
         hook.remove()
 
 

@@ -1,4 +1,4 @@
-"""The mean routing of a layer over some batches: what `fit` records of each epoch.
+"""The mean routing of a layer over some batches, as `fit` records it for each epoch.
 
 Sums stay on the layer's device and are read once, at the end. They are tensors, so that a checkpoint can save them,
 and are changed in place, so that a CUDA graph can add to them.

@@ -1,4 +1,4 @@
-"""A receipt of what `convert` did to a network: parameters, multiply-adds, and how far its output moved."""
+"""Report on a conversion by `convert`: parameters and multiply-adds before and after, difference of the outputs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.layers import TokenSkip
 from moesaic.models.convert import applied_conversions
 from moesaic.models.inspection import eval_mode, first_tensor, first_weight
 from moesaic.models.mlp_candidates import find_mlps
@@ -32,7 +33,7 @@ class LayerReceipt:
 
 @dataclass(frozen=True)
 class ConversionReceipt:
-    """What a conversion did to the layers of a network and to the whole; ``print`` shows a table."""
+    """Layers and network before and after a conversion; ``print`` shows a table."""
 
     layers: tuple[LayerReceipt, ...]
     """Each with the input that it has in the original network, so that differences do not add up."""
@@ -79,12 +80,14 @@ def conversion_receipt(converted: nn.Module, original: nn.Module, images: Tensor
     with eval_mode(original), eval_mode(converted), torch.no_grad():
         before, differences = _run_both(original, converted, parts, images)
         total = _difference(first_tensor(converted(images)), before)
-    layers = tuple(
-        LayerReceipt(name, _parameters(parts[name], original, converted), _macs(parts[name], costs), differences[name])
-        for name in names
-    )
+    layers: list[LayerReceipt] = []
+    for name in names:
+        now = [found for part in parts[name] if (found := _name_after_skip(converted, part)) is not None]
+        parameters = _parameters(original, parts[name]), _parameters(converted, now)
+        macs = _macs(costs[0], parts[name]), _macs(costs[1], now)
+        layers.append(LayerReceipt(name, parameters, macs, differences[name]))
     whole = (costs[0].parameters, costs[1].parameters), (costs[0].macs, costs[1].macs)
-    return ConversionReceipt(layers, LayerReceipt("all", *whole, total))
+    return ConversionReceipt(tuple(layers), LayerReceipt("all", *whole, total))
 
 
 def _parts(original: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -101,9 +104,9 @@ def _run_both(
     differences: dict[str, float] = {}
     outputs: dict[str, Tensor] = {}
 
-    def compute(name: str) -> Any:
+    def compute(name: str, layer: nn.Module) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            outputs[name] = first_tensor(converted.get_submodule(name)(*args, **kwargs))
+            outputs[name] = first_tensor(layer(*args, **kwargs))
 
         return hook
 
@@ -116,7 +119,8 @@ def _run_both(
 
     hooks: list[Any] = []
     for name, modules in parts.items():
-        hooks.append(original.get_submodule(name).register_forward_pre_hook(compute(name), with_kwargs=True))
+        layer = converted.get_submodule(_name_after_skip(converted, name) or name)
+        hooks.append(original.get_submodule(name).register_forward_pre_hook(compute(name, layer), with_kwargs=True))
         hooks.append(original.get_submodule(modules[-1]).register_forward_hook(compare(name)))
     try:
         return first_tensor(original(images)), differences
@@ -130,25 +134,27 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return largest / scale if scale else (0.0 if not largest else float("inf"))
 
 
-def _parameters(modules: tuple[str, ...], *networks: nn.Module) -> tuple[int, int]:
-    def count(network: nn.Module) -> int:
-        found = [each for name in modules if (each := _submodule(network, name)) is not None]
-        return sum(weight.numel() for module in found for weight in module.parameters())
+def _name_after_skip(network: nn.Module, name: str) -> str | None:
+    """The name of a layer whose block `moesaic.skip` may have put into a ``TokenSkip``; None if it is replaced."""
+    path: list[str] = []
+    for part in name.split("."):
+        if isinstance(network, TokenSkip) and part not in dict(network.named_children()):
+            path.append("block")
+            network = network.block
+        children = dict(network.named_children())
+        if part not in children:
+            return None
+        path.append(part)
+        network = children[part]
+    return ".".join(path)
 
-    before, after = map(count, networks)
-    return before, after
+
+def _parameters(network: nn.Module, names: Sequence[str]) -> int:
+    return sum(weight.numel() for name in names for weight in network.get_submodule(name).parameters())
 
 
-def _submodule(network: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return network.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def _macs(modules: tuple[str, ...], costs: tuple[ModelCost, ModelCost]) -> tuple[int, int]:
-    before, after = (sum(layer.macs for layer in cost.within(modules)) for cost in costs)
-    return before, after
+def _macs(cost: ModelCost, names: Sequence[str]) -> int:
+    return sum(layer.macs for layer in cost.within(names))
 
 
 def _row(layer: LayerReceipt) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from moesaic.layers.token_moe import Prefix
 from moesaic.models.convert_candidates import find_layers
 from moesaic.models.convert_conv import ChannelsLastPatchMoE, plan_conv
 from moesaic.models.convert_mlp import hidden_activations, plan_mlp
-from moesaic.models.convert_plan import Init, Replacement
+from moesaic.models.convert_plan import Init, Replacement, refuse_ddp
 from moesaic.models.input_shapes import OTHER_SIZE, LayerInputs, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.rescaled_routers import RescaledExpertChoice
@@ -133,6 +133,7 @@ def convert(
     ('TokenMoE', True)
     """
     given = {name: value for name, value in locals().items() if name not in ("model", "layer")}
+    refuse_ddp("convert", model)
     check_positive("convert", experts=experts)
     check_choice("convert", "init", init, get_args(Init))
     if init == "upcycle" and expert_norm:
@@ -142,7 +143,8 @@ def convert(
         )
     shape = input_shape(model, input_size)
     units = find_mlps(model)
-    traced = None if shape is None else _trace(model, shape, "does not run", units, "" if input_size else OTHER_SIZE)
+    hint = "" if isinstance(input_size, Sequence) else OTHER_SIZE
+    traced = None if shape is None else _trace(model, shape, "does not run", units, hint)
     found = find_layers(model, layer, units, traced)
     mlps = [each for each in found.values() if isinstance(each, MLPUnit)]
     _refuse_options(given, [name for name, each in found.items() if not isinstance(each, MLPUnit)], mlps)

@@ -2,7 +2,8 @@
 
 A ``PatchMoE`` preserves the size of its map, reads all channels and pads with zeros. It can replace convolutions of
 stride 1 with odd square kernels and "same" padding, and linear layers on maps (B, H, W, C), as in ConvNeXt. A
-``TokenMoE`` can replace MLPs on tokens and on maps (`find_mlps`). On what a layer runs is found by running the model.
+``TokenMoE`` can replace MLPs on tokens and on maps (`find_mlps`). The model runs on an image to
+find the inputs of its layers.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def convertible_layers(model: nn.Module, *, input_size: int | Sequence[int] | No
 def find_layers(
     model: nn.Module, layers: str | Sequence[str], units: Mapping[str, MLPUnit], traced: LayerInputs | None
 ) -> dict[str, Convertible]:
-    """Returns what matches names, patterns or rules, in the model's order; refuses what it cannot convert.
+    """Returns the layers and MLPs that match names, patterns or rules, in the model's order; refuses the others.
 
     A pattern that matches MLPs, which are ``units``, is for these alone; the rules ``"last-2"`` and ``"every-2"`` count
     them.
@@ -182,7 +183,7 @@ def _map_refusal(name: str, layer: nn.Conv2d | nn.Linear, maps: MapSizes | None)
 
 
 def _token_refusal(unit: MLPUnit, traced: LayerInputs | None) -> str | None:
-    """Why an MLP cannot be replaced by a ``TokenMoE``, by what it runs on."""
+    """Why an MLP cannot be replaced by a ``TokenMoE``, by the shapes of its inputs."""
     if traced is None:
         return None
     inputs = traced.tokens.get(unit.name, ())

@@ -6,6 +6,7 @@ Each expert owns an equal part of the filters and runs on its own patches (Chowd
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -142,33 +143,14 @@ def _patches(
     maps: MapSizes | None,
 ) -> tuple[int, int]:
     """Returns patch size and patches per expert, checked against the sizes of the layer's maps."""
-    near = _near(patch_size)
+    near = _nearest_size(patch_size)
     if maps is None:
-        missing = [
-            option
-            for option, given in (("patch_size", near is None), ("patches_per_expert", patches_per_expert))
-            if not given
-        ]
-        if missing:
-            raise ValueError(
-                f"convert: {' and '.join(missing)} of {name!r} depend{'s' * (len(missing) == 1)} on the size of its "
-                f"maps; give input_size, the side of your images, or {' and '.join(missing)}"
-            )
+        _check_sizes_given(name, patch_size=near is None, patches_per_expert=patches_per_expert is not None)
     sizes = [] if maps is None else list(dict.fromkeys(maps[name]))
     common = math.gcd(*(side for size in sizes for side in size))  # 0 if no sizes are known
     divisors = [d for d in range(1, common + 1) if common % d == 0]
-
-    def patches(H: int, W: int, p: int) -> int:
-        return -(-H // p) * -(-W // p)
-
-    def misfit(p: int) -> float:
-        """Distance of the number of patches from 32, as a power of 2."""
-        return abs(sum(math.log2(patches(*size, p)) for size in sizes) / len(sizes) - 5)
-
     if patch_size == "auto":
-        # with padding any size will do; of equal ones that with the least padding
-        sides = range(1, max(side for size in sizes for side in size) + 1) if pad else divisors
-        p = min(sides, key=lambda p: (misfit(p), sum(-side % p for size in sizes for side in size), -p))
+        p = _automatic_patch_size(sizes, divisors, pad)
     elif near is not None:
         p = min(divisors, key=lambda d: (abs(d - near), -d))
     else:
@@ -180,7 +162,7 @@ def _patches(
                 f"convert: {name!r} runs on a {H}×{W} map, which {p}×{p} patches do not divide; use "
                 f"patch_size={either(divisors)}, patch_size='auto', patch_size='nearest-{p}', or pad=True"
             )
-    fewest = min((patches(H, W, p) for H, W in sizes), default=None)
+    fewest = min((_patch_count(size, p) for size in sizes), default=None)
     if patches_per_expert is None:
         assert fewest is not None
         return p, max(1, fewest // experts)
@@ -194,7 +176,36 @@ def _patches(
     return p, patches_per_expert
 
 
-def _near(patch_size: int | str) -> int | None:
+def _check_sizes_given(name: str, **given: bool) -> None:
+    """Refuses options that depend on the sizes of maps, where these are unknown."""
+    missing = " and ".join(option for option, is_given in given.items() if not is_given)
+    if missing:
+        depend = "depend" if " and " in missing else "depends"
+        raise ValueError(
+            f"convert: {missing} of {name!r} {depend} on the size of its maps; give input_size, the side of your "
+            f"images, or {missing}"
+        )
+
+
+def _patch_count(size: tuple[int, int], p: int) -> int:
+    H, W = size
+    return -(-H // p) * -(-W // p)
+
+
+def _automatic_patch_size(sizes: Sequence[tuple[int, int]], divisors: Sequence[int], pad: bool) -> int:
+    """The patch size with the number of patches closest to 32, by its logarithm, the larger one of two.
+
+    With padding any size will do; of equal ones that with the least padding.
+    """
+
+    def distance(p: int) -> float:
+        return abs(sum(math.log2(_patch_count(size, p)) for size in sizes) / len(sizes) - 5)
+
+    sides = range(1, max(side for size in sizes for side in size) + 1) if pad else divisors
+    return min(sides, key=lambda p: (distance(p), sum(-side % p for size in sizes for side in size), -p))
+
+
+def _nearest_size(patch_size: int | str) -> int | None:
     """N of ``"nearest-N"``, 0 of ``"auto"``, None of a number; refuses all else."""
     if not isinstance(patch_size, str):
         check_positive("convert", patch_size=patch_size)

@@ -52,7 +52,7 @@ class ChannelsFirstTokenMoE(TokenMoE):
 
 
 class AddResidual(nn.Module):
-    """Adds the residual: what is left of the ``output`` of a block of transformers before version 5."""
+    """Adds the residual, in place of the module ``output`` in blocks of transformers before version 5."""
 
     def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
         return hidden_states + input_tensor
@@ -209,7 +209,7 @@ def _router(in_dim: int, experts: int, options: Mapping[str, Any], router: Route
 
 
 def _prefix_tokens(model: nn.Module, unit: MLPUnit, inputs: Sequence[TokenInput]) -> int:
-    """Class and register tokens in the input of an MLP: as timm says, or as transformers has parameters for them."""
+    """Class and register tokens in the input of an MLP: timm's ``num_prefix_tokens``, or transformers' parameters."""
     if unit.channels_first or any(len(found.shape) != 3 for found in inputs):
         return 0
     owners = list(_owners(model, unit.name))
@@ -219,7 +219,7 @@ def _prefix_tokens(model: nn.Module, unit: MLPUnit, inputs: Sequence[TokenInput]
     patches = _patch_grid(owners)
     known = {_tokens(unit, found) for found in inputs}
     without = patches is not None and known == {math.prod(patches)}  # as in blocks before the class token joins
-    return 0 if without or (known and min(known) <= declared) or _on_channels(unit, owners, known) else declared
+    return 0 if without or (known and min(known) <= declared) or _mixes_tokens(unit, owners, known) else declared
 
 
 def _owners(model: nn.Module, name: str) -> Iterable[nn.Module]:
@@ -247,7 +247,7 @@ def _patch_grid(owners: Sequence[nn.Module]) -> tuple[int, int] | None:
     return None
 
 
-def _on_channels(unit: MLPUnit, owners: Sequence[nn.Module], tokens: Collection[int]) -> bool:
+def _mixes_tokens(unit: MLPUnit, owners: Sequence[nn.Module], tokens: Collection[int]) -> bool:
     """Whether the "tokens" of an MLP are channels, and their features patches, as in the first MLP of an MLP-Mixer."""
     patches = _patch_grid(owners)
     return patches is not None and unit.in_dim == math.prod(patches) and unit.in_dim not in tokens
@@ -259,7 +259,7 @@ def _grid(model: nn.Module, unit: MLPUnit, inputs: Sequence[TokenInput], prefix_
         return "square"  # a map has rows and columns of its own
     owners = list(_owners(model, unit.name))
     known = {_tokens(unit, found) - prefix_tokens for found in inputs}
-    if _on_channels(unit, owners, known):
+    if _mixes_tokens(unit, owners, known):
         return None
     blocks = {found.block[1:3] for found in inputs if len(found.block) == 4 and found.block[3] == unit.in_dim}
     patches = _patch_grid(owners)

@@ -1,4 +1,4 @@
-"""What the parts of `convert` share: a planned replacement, seeds of new weights."""
+"""Replacements that `convert` and `skip` plan: modules and their record, and random numbers of new weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["Init", "Replacement", "new_weights"]
+__all__ = ["Init", "Replacement", "new_weights", "refuse_ddp"]
 
 Init = Literal["scratch", "upcycle", "split"]
 
@@ -23,6 +23,15 @@ class Replacement:
     modules: Mapping[str, nn.Module]
     """By their names in the network."""
     record: Mapping[str, Any]
+
+
+def refuse_ddp(owner: str, model: nn.Module) -> None:
+    """Refuses a network in DistributedDataParallel, whose list of parameters is fixed when it is made."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"{owner}: the network is in DistributedDataParallel, which would not synchronise new weights; "
+            f"{owner} the network first, and wrap it then"
+        )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
@@ -41,19 +42,28 @@ def weight_refusal(model: nn.Module, name: str, layer: nn.Conv2d | nn.Linear) ->
 
 
 def _computes_plain_layer(layer: nn.Conv2d | nn.Linear) -> bool:
-    """Whether a subclass of Conv2d or Linear computes what the plain layer with its weights computes."""
-    weight, bias = layer.weight, layer.bias
+    """Whether a subclass of Conv2d or Linear computes what the plain layer with its weights computes.
+
+    Both run with random weights: the layer's own may be zeros, or on the meta device.
+    """
     generator = torch.Generator().manual_seed(0)
+    device = "cpu" if layer.weight.is_meta else layer.weight.device
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, layer.weight.dtype)
+
+    weights = {name: random(*weight.shape) for name, weight in layer.named_parameters()}
+    weight, bias = weights["weight"], weights.get("bias")
     with eval_mode(layer), torch.no_grad():
         if isinstance(layer, nn.Linear):
-            x = torch.randn(1, 2, 3, layer.in_features, generator=generator).to(weight)
+            x = random(1, 2, 3, layer.in_features)
             expected = F.linear(x, weight, bias)
         else:
             side = layer.kernel_size[0] + 2
-            x = torch.randn(1, layer.in_channels, side, side + 1, generator=generator).to(weight)
+            x = random(1, layer.in_channels, side, side + 1)
             expected = F.conv2d(x, weight, bias, padding=layer.kernel_size[0] // 2)
         try:
-            output = layer(x)
+            output = functional_call(layer, weights, x)
         except Exception:  # it does not take a map
             return False
     if not isinstance(output, Tensor) or output.shape != expected.shape:

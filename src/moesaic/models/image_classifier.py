@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,6 @@ __all__ = [
     "stacked_biases",
 ]
 
-GlobalPool = Literal["avg", "max", ""]
-
 
 class ImageNetwork(nn.Module):
     """The interface of timm's networks, as all networks of `create_model` have it."""
@@ -46,6 +44,8 @@ class ImageNetwork(nn.Module):
     """Length of the vectors that the classifier reads."""
     num_classes: int
     """Number of logits; 0: there is no classifier, and ``forward`` returns what it would read."""
+    head: nn.Module
+    """The classifier."""
     feature_info: list[FeatureDict]
     """The maps of `forward_intermediates`: channels, reduction and module of each."""
     grad_checkpointing: bool = False
@@ -77,11 +77,10 @@ class ImageNetwork(nn.Module):
     def prune_intermediate_layers(self, indices: OutIndices = None) -> tuple[int, ...]:
         """Drops the classifier, and what the maps with these numbers do not need; returns the numbers."""
 
-    @abstractmethod
     def get_classifier(self) -> nn.Module:
         """Returns the layer that makes logits: a linear layer, or an identity where there is none."""
+        return self.head
 
-    @abstractmethod
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replaces the classifier by a new one, initialised from torch's default generator.
 
@@ -90,6 +89,16 @@ class ImageNetwork(nn.Module):
             global_pool: ``"avg"`` or ``"max"`` over the last map in front of it; ``""`` without a classifier: no
                 pooling; None: as it is.
         """
+        check_classes(type(self).__name__, num_classes)
+        if global_pool is not None:
+            self._reset_pooling(global_pool, num_classes)
+        like = next(self.parameters())
+        self.head = new_classifier(self.head_hidden_size, num_classes, like).train(self.training)
+        self.num_classes = num_classes
+
+    @abstractmethod
+    def _reset_pooling(self, global_pool: str, num_classes: int) -> None:
+        """Replaces the pooling in front of a classifier for so many classes."""
 
     @abstractmethod
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -190,17 +199,6 @@ class ImageClassifier(ImageNetwork):
         self.body = nn.Sequential(OrderedDict(children[: self._ends()[-1]])).train(self.body.training)
         self.head, self.num_classes = nn.Identity(), 0
         return wanted
-
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        check_classes(type(self).__name__, num_classes)
-        if global_pool is not None:
-            self._reset_pooling(global_pool, num_classes)
-        self.head = new_classifier(self.head_hidden_size, num_classes, next(self.body.parameters()))
-        self.head.train(self.training)
-        self.num_classes = num_classes
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self._sequence()

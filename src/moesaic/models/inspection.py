@@ -1,8 +1,8 @@
-"""Looking into any network: its modules by name, its device and dtype, and what its layers get in a forward pass."""
+"""Functions for networks of any kind: modules by name, device and dtype, eval mode, first output, inputs of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,11 +29,29 @@ def example_images(model: nn.Module, shape: tuple[int, int, int], batch: int = 1
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Returns the first tensor in what a network returns, such as the logits of a network of transformers."""
+    """Returns the first tensor in the output of a network: a tensor, mapping, list, tuple or object with ``logits``.
+
+    >>> first_tensor({"loss": None, "logits": (torch.ones(2),)})
+    tensor([1., 1.])
+    """
+    found = next(_tensors(output), None)
+    if found is None:
+        raise TypeError(
+            f"the network returns a {type(output).__name__} without a tensor; its output must be a tensor, a mapping, "
+            "list or tuple with one, or an object that has it as logits"
+        )
+    return found
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
-        return output
-    values = cast("Iterable[Any]", output.values() if isinstance(output, Mapping) else output)
-    return next(first_tensor(value) for value in values if isinstance(value, Tensor | Mapping | list | tuple))
+        yield output
+    elif isinstance(output, Mapping | list | tuple):
+        parts = cast("Iterable[Any]", output.values() if isinstance(output, Mapping) else output)
+        for part in parts:
+            yield from _tensors(part)
+    elif hasattr(output, "logits"):
+        yield from _tensors(output.logits)
 
 
 @contextmanager

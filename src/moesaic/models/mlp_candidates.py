@@ -1,9 +1,10 @@
 """Two-layer MLPs of a network as units that `convert` can replace by a ``TokenMoE``, and why it cannot replace others.
 
 A unit computes ``fc2(drop(act(fc1(x))))``, with dropout behind it perhaps, and nothing else: timm's ``Mlp`` and
-``ConvMlp``, those of transformers and torchvision, an ``nn.Sequential``, a class of your own. What a module computes is
-found by running it with made-up weights, so that names and classes do not matter. In transformers before version 5, the
-unit is the pair of a block's modules ``intermediate`` and ``output``, the second of which adds the residual.
+``ConvMlp``, those of transformers and torchvision, an ``nn.Sequential``, a class of your own. A module
+runs with made-up weights to find what it computes, so that names and classes do not matter. In transformers before
+version 5, the unit is the pair of a block's modules ``intermediate`` and ``output``, the second of which adds the
+residual.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]
 _TOLERANCE = 2e-5
 """Of outputs in float32, relative to the largest."""
 _SMALL_SIZES = 5, 7, 3
-"""Features in, hidden and out of an MLP that is tried in place of a large one."""
+"""Features in, hidden and out of the MLP that runs in place of a large one."""
 _NO_PADDING = ((0, 0), "valid", "same")
 """Of a 1×1 convolution."""
 

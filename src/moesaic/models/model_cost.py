@@ -1,8 +1,8 @@
 """Parameters and multiply-adds (MACs) of a network for one image, and the part of them that is routed.
 
-Counted: convolutions, linear layers and routed layers, as they run on one image, and the two matmuls of attention by
-``scaled_dot_product_attention``, as in our transformers and timm's. Not counted: normalisation, activations, pooling,
-additions and biases; the gather of patches; other matmuls in functions rather than modules.
+Counted: convolutions, linear layers, ``nn.MultiheadAttention`` and routed layers, as they run on one image, and the two
+matmuls of attention by ``scaled_dot_product_attention``, as in our transformers and timm's. Not counted: normalisation,
+activations, pooling, additions and biases; the gather of patches; other matmuls in functions rather than modules.
 
 A routed layer has two costs. Sparse MACs, as executed by the `torch` backend: each expert on its own units, plus the
 router's scores. Dense MACs: every expert on every unit, without a router, which is the cost of the layer it replaces.
@@ -36,7 +36,7 @@ __all__ = ["LayerCost", "ModelCost", "align_columns", "count_macs", "grouped"]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _ROUTED = (PatchMoE, TokenMoE, TokenSkip, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
-_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
+_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, nn.MultiheadAttention, Router, SampleRouter, *_ROUTED)
 
 
 @dataclass(frozen=True)
@@ -147,59 +147,54 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
 
 def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCost]:
     """Runs a module on ``x`` and returns the cost of its layers."""
-    rows: dict[str, LayerCost] = {}
-    seen = set() if seen is None else seen
-    running: list[tuple[str, str] | None] = []  # name and kind of modules; None for those that are counted as a whole
-
-    def add(row: LayerCost) -> None:
-        previous = rows.get(row.name)
-        rows[row.name] = row if previous is None else _add_run(previous, row)
-
-    def count_attention(macs: int) -> None:
-        if running and running[-1] is not None:
-            where, kind = running[-1]
-            add(LayerCost(where, kind, 0, macs, macs))
-
-    def enter(entry: tuple[str, str] | None) -> Callable[..., None]:
-        return lambda *_: running.append(entry)
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    def count_layer(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            x = next(iter((*args, *kwargs.values())))
-            if isinstance(layer, ChannelMoE):
-                gates = _gates(layer, *args[1:], **{name: gate for name, gate in kwargs.items() if name != "x"})
-                found = [_channel_row(where, layer, x, *gates, _new_parameters(layer, seen))]
-            else:
-                found = _rows(where, layer, x, output, seen)
-            for row in found:
-                add(row)
-            running.pop()  # last: what ran for counting was not the network
-
-        return hook
-
-    hooks: list[Any] = []
-    for where, layer in _outermost(name, module, set()):
-        whole = isinstance(layer, _COUNTED)
-        hooks.append(layer.register_forward_pre_hook(enter(None if whole else (where, type(layer).__name__))))
-        if whole:
-            hooks.append(layer.register_forward_hook(count_layer(where), with_kwargs=True))
-        else:
-            hooks.append(layer.register_forward_hook(leave))
+    counter = _Counter(set() if seen is None else seen)
+    hooks = [hook for where, layer in _outermost(name, module, set()) for hook in counter.hooks(where, layer)]
     try:
-        with _AttentionCounter(count_attention):
+        with _AttentionCounter(counter.add_attention):
             module(x)
     finally:
         for hook in hooks:
             hook.remove()
-    return list(rows.values())
+    return list(counter.rows.values())
 
 
-def _add_run(total: LayerCost, run: LayerCost) -> LayerCost:
-    """Adds another run of the same layer."""
-    return replace(total, macs=total.macs + run.macs, dense_macs=total.dense_macs + run.dense_macs)
+class _Counter:
+    """Costs of the layers of a network while it runs.
+
+    ``seen`` are the identities of the parameters that earlier layers have; those of the layers are added.
+    """
+
+    def __init__(self, seen: set[int]) -> None:
+        self.rows: dict[str, LayerCost] = {}
+        self._seen = seen
+        self._running: list[LayerCost | None] = []
+        """Modules that run, without costs; None for those that are counted as a whole."""
+
+    def hooks(self, where: str, module: nn.Module) -> tuple[Any, Any]:
+        """Registers the hooks of a module."""
+        is_counted = isinstance(module, _COUNTED)
+        running = None if is_counted else LayerCost(where, type(module).__name__, 0, 0, 0)
+
+        def enter(*_: Any) -> None:
+            self._running.append(running)
+
+        def leave(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            for row in _layer_rows(where, layer, args, kwargs, output, self._seen) if is_counted else ():
+                self._add(row)
+            self._running.pop()  # last: what ran for counting was not the network
+
+        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave, with_kwargs=True)
+
+    def add_attention(self, macs: int) -> None:
+        """Adds the multiply-adds of an attention to those of the module that runs."""
+        if self._running and self._running[-1] is not None:
+            self._add(replace(self._running[-1], macs=macs, dense_macs=macs))
+
+    def _add(self, row: LayerCost) -> None:
+        total = self.rows.get(row.name)
+        if total is not None:  # another run of the same layer
+            row = replace(total, macs=total.macs + row.macs, dense_macs=total.dense_macs + row.dense_macs)
+        self.rows[row.name] = row
 
 
 def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[str, nn.Module]]:
@@ -212,6 +207,19 @@ def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[
         return
     for child_name, child in cast("Iterable[tuple[str, nn.Module]]", module.named_children()):
         yield from _outermost(f"{name}.{child_name}".lstrip("."), child, seen)
+
+
+def _layer_rows(
+    name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, seen: set[int]
+) -> list[LayerCost]:
+    x = next(iter((*args, *kwargs.values())))
+    if isinstance(layer, ChannelMoE):
+        gates = _gates(layer, *args[1:], **{name: gate for name, gate in kwargs.items() if name != "x"})
+        return [_channel_row(name, layer, x, *gates, _new_parameters(layer, seen))]
+    if isinstance(layer, nn.MultiheadAttention):
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        return [_attention_row(name, layer, named["query"], named["key"], named["value"], _new_parameters(layer, seen))]
+    return _rows(name, layer, x, output, seen)
 
 
 def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> list[LayerCost]:
@@ -276,6 +284,15 @@ def _channel_row(
     ins = layer.in_channels if gate_in is None else _open_channel_count(gate_in, layer.in_channels, layer.block_in)
     dense = pair * layer.in_channels * layer.out_channels
     return LayerCost(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
+
+
+def _attention_row(
+    name: str, layer: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, parameters: int
+) -> LayerCost:
+    """The projections of queries, keys, values and outputs, and the two matmuls of attention."""
+    pairs = query.numel() * key.shape[-2 if layer.batch_first or key.ndim == 2 else 0]
+    macs = cast("int", layer.embed_dim) * (2 * query.numel() + key.numel() + value.numel()) + 2 * pairs
+    return LayerCost(name, type(layer).__name__, parameters, macs, macs)
 
 
 def _open_channel_count(routing: Routing, channels: int, block: int) -> int:

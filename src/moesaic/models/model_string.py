@@ -1,7 +1,8 @@
 """Model strings, the networks of the command line: ``name:option:option=value:convert=layer+layer:experts=8``.
 
-A bare option is ``=True``; values are numbers, true, false or strings. An option after ``convert=`` that `convert`
-takes belongs to the conversion, until the next ``convert=``, ``skip=`` or ``head=``; all others belong to the network.
+A bare option is ``=True``; values are numbers, true, false, strings, or whole numbers joined by ``+``, such as
+``input_size=3+32+32``. An option after ``convert=`` that `convert` takes belongs to the conversion, until the next
+``convert=``, ``skip=`` or ``head=``; all others belong to the network.
 ``skip=block+block:keep=0.5`` is a call of `moesaic.skip` in the same way.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from moesaic.routing.registry import join_router_names
 
@@ -64,22 +65,25 @@ def parse_model_string(text: str) -> tuple[str, dict[str, Any], list[dict[str, A
 
 
 def format_model_string(name: str, options: Mapping[str, Any], conversions: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Returns the model string of a network; the inverse of `parse_model_string`.
+    """Returns the model string of a network; the inverse of `parse_model_string`, without options that are None.
 
     >>> format_model_string("timm/resnet18", {"pretrained": True}, [{"layer": ["layer4.*.conv2"], "experts": 8}])
     'timm/resnet18:pretrained:convert=layer4.*.conv2:experts=8'
     """
-    parts = [name, *(_format_option(*each) for each in options.items())]
+    parts = [name, *(_format_option(*each) for each in options.items() if each[1] is not None)]
     for conversion in conversions:
         first = "skip" if "skip" in conversion else "layer"
         parts.append(f"{'convert' if first == 'layer' else first}={'+'.join(conversion[first])}")
-        parts += [_format_option(option, value) for option, value in conversion.items() if option != first]
+        others = {option: value for option, value in conversion.items() if option != first and value is not None}
+        parts += [_format_option(*each) for each in others.items()]
     return ":".join(parts)
 
 
 def _format_option(option: str, value: Any) -> str:
     if value is True:
         return option
+    if isinstance(value, list | tuple):
+        return f"{option}={'+'.join(map(str, cast('Sequence[Any]', value)))}"
     return f"{option}={json.dumps(value) if isinstance(value, bool | int | float) else value}"
 
 
@@ -126,8 +130,11 @@ def _layers(text: str, option: str, value: str) -> list[str]:
     return layers
 
 
-def _value(text: str) -> float | bool | str:
-    """A number or a boolean, else the text itself."""
+def _value(text: str) -> float | bool | str | list[int]:
+    """A number, a boolean or a list of whole numbers, else the text itself."""
+    numbers = text.split("+")
+    if len(numbers) > 1 and all(number.isdecimal() for number in numbers):
+        return [int(number) for number in numbers]
     try:
         value: Any = json.loads(text.lower() if text in ("True", "False") else text)
     except (ValueError, RecursionError):

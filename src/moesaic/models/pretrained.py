@@ -26,6 +26,8 @@ __all__ = ["PretrainedConfig", "file_sha256", "load_pretrained", "read_config", 
 
 _WRAPPERS = ("state_dict_ema", "state_dict", "model_state_dict", "model")
 """Keys under which training scripts store the weights of a network, beside those of the optimizer."""
+_WRAPPER_PREFIXES = re.compile(r"^(module\.|_orig_mod\.)+")
+"""Of names of weights in DistributedDataParallel and in compiled networks."""
 _BATCH_COUNTER = "num_batches_tracked"
 """BatchNorm's counter, which files may lack."""
 _MAX_METADATA_TEXT = 1000
@@ -42,7 +44,7 @@ class _Scale:
 
 @dataclass(frozen=True)
 class _Header:
-    """What a checkpoint of ours says about images."""
+    """Fields of the header of moesaic's checkpoints that describe images."""
 
     scale: _Scale | None = None
     input_shape: tuple[int, ...] | None = None
@@ -50,14 +52,14 @@ class _Header:
 
 @dataclass(frozen=True)
 class PretrainedConfig:
-    """What a pretrained network expects of its images; None: unknown."""
+    """Image size and normalisation of a pretrained network; None: unknown."""
 
     image_size: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
 
     def or_else(self, other: PretrainedConfig) -> PretrainedConfig:
-        """Fills what is unknown; mean and standard deviation come together."""
+        """Fills unknown fields from another configuration; mean and standard deviation come together."""
         mean, std = (self.mean, self.std) if self.mean and self.std else (other.mean, other.std)
         return PretrainedConfig(self.image_size or other.image_size, mean, std)
 
@@ -110,7 +112,7 @@ def reset_classifier(model: nn.Module) -> None:
 
 
 def read_config(path: str | Path) -> PretrainedConfig:
-    """Returns what the metadata of a safetensors file says about images: ``mean``, ``std`` and ``input_size``.
+    """Returns the image size and normalisation in the metadata of a safetensors file.
 
     Checkpoints of moesaic have them too.
     """
@@ -147,10 +149,11 @@ def _existing(path: str | Path) -> Path:
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """The weights in a file, by the names that they have in the network itself."""
     try:
         if is_safetensors(path):
             with open_tensors(path) as file:
-                return file.tensors()
+                return _unwrapped(file.tensors())
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch's unpickler raises exceptions of every type on damaged files
         raise _unreadable(path, error) from error
@@ -164,7 +167,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             f"weights={str(path)!r} has no dictionary of tensors; save the weights with "
             "safetensors.torch.save_file(model.state_dict(), path)"
         )
-    return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+    return _unwrapped(tensors)
+
+
+def _unwrapped(tensors: Mapping[Any, Tensor]) -> dict[str, Tensor]:
+    return {_WRAPPER_PREFIXES.sub("", str(name)): tensor for name, tensor in tensors.items()}
 
 
 def _unreadable(path: Path, error: Exception) -> InvalidFile:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.argument_checks import check_choice, check_positive
+from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 
@@ -181,6 +182,6 @@ def scale_width(owner: str, channels: int, width: float) -> int:
     >>> scale_width("ResNet", 64, 0.3)
     19
     """
-    if not 0 < width < float("inf"):
-        raise ValueError(f"{owner}: width={width}; it must be above 0: 1 is the usual width, 0.5 halves all channels")
+    limit = "above 0: 1 is the usual width, 0.5 halves all channels"
+    check_numbers(owner, limit, lambda value: 0 < value < math.inf, {"width": width})
     return max(round(channels * width), 1)

@@ -17,7 +17,7 @@ from moesaic.argument_checks import check_choice, check_positive
 from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
-from moesaic.models.convert_plan import new_weights
+from moesaic.models.convert_plan import new_weights, refuse_ddp
 from moesaic.models.input_shapes import OTHER_SIZE, input_shape
 from moesaic.models.inspection import first_weight
 from moesaic.models.skip_candidates import BlockCall, find_blocks, trace_calls, why_not_skippable
@@ -30,7 +30,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _RECORD = "_moesaic_skips"
 _EXAMPLE_TOKENS = 6
-"""Tokens behind the prefix that blocks are tried on where the size of images is unknown."""
+"""Tokens behind the prefix in the trial run of a block where the size of images is unknown."""
 
 
 def skip(
@@ -74,6 +74,7 @@ def skip(
     >>> {name: tuple(each.index.shape) for name, each in routing.items()}
     {'blocks.1': (2, 1, 16), 'blocks.3': (2, 1, 16)}
     """
+    refuse_ddp("skip", model)
     shape = _image_shape(model, input_size, dim)
     first = _prefix_tokens(model) if prefix_tokens is None else prefix_tokens
     check_choice("skip", "prefix", prefix, get_args(SkipPrefix))
@@ -103,7 +104,7 @@ def skip(
 
 
 def applied_skips(model: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Returns what `skip` did to a model, as entries of ``ModelSpec.conversions``; blocks are given by their names.
+    """Returns the calls of `skip` on a model, as entries of ``ModelSpec.conversions``; blocks are given by their names.
 
     Where layers were converted as well, the entries go behind those of `applied_conversions` if the layers were
     converted first, as the names of layers in a block change with it.
@@ -160,7 +161,7 @@ def _restored(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[No
 
 
 def _tokens(name: str, calls: Mapping[str, BlockCall] | None, dim: int | None, prefix_tokens: int) -> tuple[int, int]:
-    """N and C of the tokens of a block; those it is tried on if the model was not run."""
+    """N and C of the tokens of a block, or of those for its trial run if the model was not run."""
     if prefix_tokens:
         check_positive("skip", prefix_tokens=prefix_tokens)
     if dim is not None:

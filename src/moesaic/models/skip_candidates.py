@@ -1,7 +1,7 @@
 """Blocks of a network that `skip` can let process some of the tokens, and why it refuses the others.
 
 A block is fit for it if it maps any number of tokens (B, N, C) to as many, and treats a token alike wherever it stands
-in the sequence. The network runs on one image to find what its blocks are called with; then each block is tried alone.
+in the sequence. The network runs on one image to find the arguments of its blocks; then each block runs alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a block was called with, the first time."""
+    """Arguments of the first call of a block."""
 
     shape: tuple[int, ...] | None
     """Of its first argument; None if that is no tensor."""
@@ -40,7 +40,7 @@ class BlockCall:
 
 
 def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hint: str = "") -> dict[str, BlockCall]:
-    """Runs a model on one image (C, H, W), and returns what its modules were called with."""
+    """Runs a model on one image (C, H, W), and returns the arguments of the first call of each module."""
     calls: dict[str, BlockCall] = {}
     hooks: list[Any] = []
     for name, module in all_named_modules(model):
@@ -58,7 +58,7 @@ def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hin
     except Exception as error:
         size = "×".join(map(str, shape))
         raise ValueError(
-            f"skip: {type(model).__name__} {failure} on an image of {size}: {_why(error)}{hint}"
+            f"skip: {type(model).__name__} {failure} on an image of {size}: {_one_line(error)}{hint}"
         ) from error
     finally:
         for hook in hooks:
@@ -123,7 +123,7 @@ def why_not_skippable(
 
 
 def _trial_fault(block: nn.Module, some: int, tokens: int, dim: int, prefix_tokens: int) -> str | None:
-    """What is wrong with the outputs of a block on some of the tokens, or on the same ones in another order."""
+    """Why the outputs of a block on some of the tokens, or on these in another order, do not fit; None if they do."""
     block = copy.deepcopy(block).double()  # float64, as residual branches may begin close to 0
     like = first_weight(block)
     for inner in block.modules():
@@ -137,7 +137,7 @@ def _trial_fault(block: nn.Module, some: int, tokens: int, dim: int, prefix_toke
             y: Any = block(x)
             again: Any = block(x[:, order])
         except Exception as error:
-            return f"does not run on {some} of {tokens} tokens: {_why(error)}"
+            return f"does not run on {some} of {tokens} tokens: {_one_line(error)}"
     if not isinstance(y, Tensor) or y.shape != x.shape:
         found = f"a tensor {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
         return f"returns {found} for tokens {tuple(x.shape)}, not as many tokens"
@@ -182,5 +182,5 @@ def _not_found(owner: str, pattern: str, modules: Mapping[str, nn.Module]) -> st
     )
 
 
-def _why(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

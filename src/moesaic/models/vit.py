@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 
 class ViTOptions(TypedDict, total=False):
-    """The options of `ViT`, which its relatives take as well."""
+    """The options of `ViT`, which `ViTMoE` and `ViTSkip` take as well."""
 
     dim: int
     heads: int
@@ -231,16 +231,6 @@ class ViT(ImageNetwork):
         self.head, self.num_classes = nn.Identity(), 0
         return wanted
 
-    def get_classifier(self) -> nn.Module:
-        return self.head
-
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        check_classes(type(self).__name__, num_classes)
-        if global_pool is not None:
-            self.pool = new_pooling(type(self).__name__, global_pool, num_classes).train(self.training)
-        self.head = new_classifier(self.head_hidden_size, num_classes, self.pos_embed).train(self.training)
-        self.num_classes = num_classes
-
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
@@ -252,6 +242,9 @@ class ViT(ImageNetwork):
         """Returns timm's patterns of layers, for its layer-wise learning rates."""
         return {"stem": r"^pos_embed|patch_embed", "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))]}
 
+    def _reset_pooling(self, global_pool: str, num_classes: int) -> None:
+        self.pool = new_pooling(type(self).__name__, global_pool, num_classes).train(self.training)
+
     def _embed(self, x: Tensor) -> Tensor:
         return self.patch_embed(x) + self.pos_embed
 
@@ -260,8 +253,8 @@ class ViT(ImageNetwork):
         B, _, C = tokens.shape
         return tokens.transpose(1, 2).reshape(B, C, *self.patch_embed.grid_size)
 
-    def _every(self, every: int) -> range:
-        """Numbers of every so many blocks, ending with the last of as many."""
+    def _every_nth(self, every: int) -> range:
+        """Numbers of every ``every``-th block, from block ``every`` − 1 on."""
         owner, depth = type(self).__name__, len(self.blocks)
         check_positive(owner, every=every)
         if every > depth:
@@ -306,7 +299,7 @@ class ViTMoE(ViT):
         check_numbers("ViTMoE", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
         dim = self.num_features
         slots = math.ceil(round(capacity * self.patch_embed.num_patches / experts, 6))
-        for number in self._every(every):
+        for number in self._every_nth(every):
             block = self.blocks[number]
             assert isinstance(block, Block) and isinstance(block.mlp, Mlp)
             own: dict[str, Any] = {"capacity": capacity}
@@ -343,5 +336,5 @@ class ViTSkip(ViT):
         **options: Unpack[ViTOptions],
     ) -> None:
         super().__init__(num_classes, **options)
-        for number in self._every(every):
+        for number in self._every_nth(every):
             self.blocks[number] = TokenSkip(self.blocks[number], self.num_features, keep=keep, gate=gate)

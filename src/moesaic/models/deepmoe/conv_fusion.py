@@ -1,4 +1,4 @@
-"""Fuses what follows a convolution in the trace of a network into it: BatchNorm, an addition, ReLU, max pooling."""
+"""Fusion of BatchNorm, additions, ReLU and max pooling into the convolutions before them, in traced networks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RELUS = (F.relu, torch.relu)
 
 
 def fuse_followers(graph: fx.Graph, modules: dict[str, Any]) -> None:
-    """Fuses into each `FusedConv` of a traced network what follows it, and folds BatchNorm into other convolutions.
+    """Fuses the followers of each `FusedConv` of a traced network into it, and folds BatchNorm into other convolutions.
 
     Args:
         graph: the trace; it is changed.
@@ -39,15 +39,14 @@ def fuse_followers(graph: fx.Graph, modules: dict[str, Any]) -> None:
 
 
 def _fuse_all(graph: fx.Graph, conv: fx.Node, module: FusedConv, modules: dict[str, Any]) -> None:
-    current = conv
+    x, current = conv.args[0], conv
     while True:
         follower = _only_user(current)
-        if follower is None or _changes_between(conv.args[0], current, follower, modules):
+        if follower is None or _changes_between(x, current, follower, modules):
             return
         added = _added_to(current, follower)
-        if (added is not None and module.absorb_add()) or (added is None and _absorbs(module, follower, modules)):
-            pass
-        else:
+        absorbed = _absorbs(module, follower, modules) if added is None else module.absorb_add()
+        if not absorbed:
             return
         current = _replace(graph, current, follower, {} if added is None else {"residual": added})
 

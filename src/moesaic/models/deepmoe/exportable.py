@@ -39,11 +39,11 @@ __all__ = ["ExportableDeepMoE", "OpenBlocks", "SparseConv", "exportable_deepmoe"
 GATHERED = 3.0
 """Time of a gathered multiply-add, relative to one of a dense convolution (VGG-16 in ONNX Runtime)."""
 GATHERED_PIECE = 7.0
-"""The same for copying a piece, which a block of input channels shares."""
+"""Time of copying a piece, which a block of input channels shares, relative to a dense multiply-add."""
 
 
 def exportable_deepmoe(model: DeepMoE, *, one_image: bool = False) -> nn.Module:
-    """A network that computes what ``model`` computes in eval mode, in the form that is fastest when exported."""
+    """The form of a network that is fastest when exported: an `ExportableDeepMoE`, or the network itself."""
     exportable = ExportableDeepMoE(model, one_image=one_image)
     return exportable if exportable.gains() else model
 

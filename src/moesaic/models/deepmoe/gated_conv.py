@@ -58,7 +58,7 @@ class ActiveGates:
         return routing[name]
 
     def set_rectified(self, y: Tensor) -> None:
-        """Remembers a map to which ReLU was applied already."""
+        """Stores a map to which ReLU was applied already."""
         self._thread.rectified = y
 
     def take_rectified(self) -> Tensor | None:
@@ -166,7 +166,7 @@ class GatedConv(ChannelMoE):
 
 
 class GatedReLU(nn.ReLU):
-    """The ReLU of a gated network: it passes on what its convolution has rectified already.
+    """The ReLU of a gated network; maps that its convolution has rectified already pass unchanged.
 
     >>> import torch
     >>> GatedReLU(ActiveGates())(torch.tensor([-1.0, 2.0])).tolist()
@@ -183,7 +183,7 @@ class GatedReLU(nn.ReLU):
         return super().forward(input)
 
     def plain(self) -> nn.ReLU:
-        """The same function of torch."""
+        """Returns torch's ReLU, with the same mode."""
         return nn.ReLU(self.inplace).train(self.training)
 
 

@@ -12,17 +12,15 @@ Costs are multiply-adds of one image: active_in × active_out of gated convoluti
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from moesaic.argument_checks import check_positive
-from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
+from moesaic.argument_checks import check_numbers, check_positive
 from moesaic.models.deepmoe.embedding_network import (
     ConstantEmbedding,
     EmbeddingNetwork,
@@ -35,8 +33,8 @@ from moesaic.models.deepmoe.gated_conv import (
     GatedConv,
     GatedReLU,
     unsupported_conv,
-    unsupported_norm,
 )
+from moesaic.models.deepmoe.gating_plan import GatingPlan, get_conv, plan_gates
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.image_classifier import ImageNetwork
 from moesaic.models.model_cost import count_macs
@@ -49,8 +47,6 @@ from moesaic.routing.joint_channel_gates import route_channels
 from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
-
-_UNGATED_ROLES = {"shared": "is read by several layers", "shortcut": "is a shortcut"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +72,7 @@ class ConvCost:
     ins: str | int
     """The layer whose gates select its input channels, or their number where they are not gated."""
     outs: str | int
-    """The same for its output channels."""
+    """The layer whose gates select its output channels, or their number where they are not gated."""
 
 
 class DeepMoE(ImageNetwork):
@@ -316,7 +312,7 @@ def deepmoe(
     embedding_share: float = 0.02,
     center_embedding: bool = False,
 ) -> DeepMoE:
-    """Gate the channels of a network by an embedding of the image.
+    """Gates the channels of a network by an embedding of the image.
 
     The backbone becomes part of the returned network and keeps its parameters; each gated convolution becomes a
     `ChannelMoE` under its old name that contains its BatchNorm, whose old place is taken by an identity. The
@@ -347,23 +343,20 @@ def deepmoe(
     'is read by several layers'
     """
     check_positive("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
-    _check_shares(mode, keep, embedding_share)
-    if center_embedding and not embedding_share:
-        raise ValueError(
-            "deepmoe: center_embedding=True has nothing to center with embedding_share=0, where the embedding is the "
-            "same for every image; omit it, or use an embedding_share above 0"
-        )
-    plan, ungated, next_module = _plan(backbone, bottleneck)
+    _check_options(mode, keep, bias, embedding_share, center_embedding)
+    plan = plan_gates(backbone, bottleneck)
+    if len({_key(name) for name in plan.nodes}) < len(plan.nodes):
+        raise ValueError(f"deepmoe: two of {', '.join(plan.nodes)} differ in '.' and '_' alone; rename one of them")
     costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))
-    convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
-    blocks = {name: min(block, convs[name].out_channels) for name in plan}
-    gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
+    dense_macs = sum(costs.values())
+    channels = {name: get_conv(backbone, name).out_channels for name in plan.nodes}
+    blocks = {name: min(block, number) for name, number in channels.items()}
+    gates = {name: math.ceil(number / blocks[name]) for name, number in channels.items()}
     sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
     sizes["gates"] = sum(gates.values())
-    dense_macs = sum(costs.values())
     widths = embedding_widths(embedding_share * dense_macs, **sizes) if embedding_share else ()
 
-    like = convs[next(iter(plan))].weight
+    like = get_conv(backbone, next(iter(plan.nodes))).weight
     embedding = (
         EmbeddingNetwork(in_channels, widths, num_classes, center=center_embedding)
         if widths
@@ -373,7 +366,7 @@ def deepmoe(
     heads = {
         name: ChannelGate(
             embedding.dimension,
-            convs[name].out_channels,
+            channels[name],
             block=blocks[name],
             mode=mode,
             keep=None if keep is None else max(round(keep * gates[name]), 1),
@@ -381,39 +374,10 @@ def deepmoe(
             device=like.device,
             dtype=like.dtype,
         ).train(backbone.training)
-        for name in plan
+        for name in plan.nodes
     }
-    active, conv_costs = ActiveGates(), list[ConvCost]()
-    replaced: dict[str, nn.Module] = {}
-    for name, conv in convs.items():
-        producer = _gated_producer(plan, name)
-        block_in = 1 if producer is None else blocks[producer]
-        if name in plan:
-            norm = plan[name].norm
-            relu = _relu_after(backbone, norm or name, next_module)
-            replaced[name] = GatedConv(
-                conv,
-                None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
-                active,
-                name,
-                producer=producer,
-                block=blocks[name],
-                block_in=block_in,
-                before_relu=relu is not None,
-            )
-            replaced |= {} if norm is None else {norm: nn.Identity().train(conv.training)}
-            if relu is not None:
-                before = cast(nn.ReLU, backbone.get_submodule(relu))
-                replaced[relu] = GatedReLU(active, inplace=before.inplace).train(before.training)
-        elif producer is not None and unsupported_conv(conv) is None:
-            replaced[name] = ConsumerConv(conv, active, producer, block_in=block_in)
-        else:
-            continue
-        outs = name if name in plan else conv.out_channels
-        macs_per_pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
-        conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
-    for name, module in replaced.items():
-        backbone.set_submodule(name, module)
+    active = ActiveGates()
+    conv_costs = _gate_convs(backbone, plan, blocks, active, costs)
     gate_macs = embedding_macs(widths, **sizes) if widths else sizes["gates"]
     return DeepMoE(
         backbone,
@@ -421,14 +385,73 @@ def deepmoe(
         heads,
         active,
         conv_costs,
-        ungated=ungated,
+        ungated=plan.ungated,
         dense_macs=dense_macs,
         gate_macs=gate_macs,
         fixed_macs=gate_macs + sum(costs.values()),  # of layers that are left
     )
 
 
-def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None:
+def _gate_convs(
+    backbone: nn.Module, plan: GatingPlan, blocks: Mapping[str, int], active: ActiveGates, costs: dict[str, int]
+) -> list[ConvCost]:
+    """Replaces the convolutions with gated inputs or outputs, and takes their multiply-adds from ``costs``."""
+    conv_costs: list[ConvCost] = []
+    replaced: dict[str, nn.Module] = {}
+    for name in list(costs):
+        conv = backbone.get_submodule(name)
+        if not isinstance(conv, nn.Conv2d):
+            continue
+        producer = plan.producer_of(name)
+        block_in = 1 if producer is None else blocks[producer]
+        if name in plan.nodes:
+            replaced |= _gated_modules(backbone, plan, name, active, block=blocks[name], block_in=block_in)
+        elif producer is not None and _can_be_consumer(conv):
+            replaced[name] = ConsumerConv(conv, active, producer, block_in=block_in)
+        else:
+            continue
+        outs = name if name in plan.nodes else conv.out_channels
+        macs_per_pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
+        conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
+    for name, module in replaced.items():
+        backbone.set_submodule(name, module)
+    return conv_costs
+
+
+def _gated_modules(
+    backbone: nn.Module, plan: GatingPlan, name: str, active: ActiveGates, *, block: int, block_in: int
+) -> dict[str, nn.Module]:
+    """A `GatedConv` in place of a convolution, with what replaces its BatchNorm and its ReLU."""
+    conv, norm, relu = get_conv(backbone, name), plan.nodes[name].norm, plan.relu_after(backbone, name)
+    modules: dict[str, nn.Module] = {
+        name: GatedConv(
+            conv,
+            None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
+            active,
+            name,
+            producer=plan.producer_of(name),
+            block=block,
+            block_in=block_in,
+            before_relu=relu is not None,
+        )
+    }
+    if norm is not None:
+        modules[norm] = nn.Identity().train(conv.training)
+    if relu is not None:
+        before = cast(nn.ReLU, backbone.get_submodule(relu))
+        modules[relu] = GatedReLU(active, inplace=before.inplace).train(before.training)
+    return modules
+
+
+def _can_be_consumer(conv: nn.Conv2d) -> bool:
+    """Whether a `ConsumerConv` can take over the weights of a convolution, which it does without hooks."""
+    has_own_weight = "weight" in dict(conv.named_parameters(recurse=False))  # not parametrised
+    return unsupported_conv(conv) is None and has_own_weight and not has_hooks(conv, include_global=False)
+
+
+def _check_options(
+    mode: str, keep: float | None, bias: float | None, embedding_share: float, center_embedding: bool
+) -> None:
     if mode == "topk" and keep is None:
         raise TypeError("deepmoe: keep is missing; pass the fraction of each layer that is open under mode='topk'")
     if keep is not None:
@@ -437,82 +460,17 @@ def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None
                 f"deepmoe: keep={keep} has no meaning under mode={mode!r}, where the number of open channels depends "
                 "on the image; omit keep or use mode='topk'"
             )
-        if not 0 < keep <= 1:
-            raise ValueError(f"deepmoe: keep={keep}; it is a fraction of each layer's blocks: above 0 and up to 1")
-    if not 0 <= embedding_share < 1:
+        limit = "a fraction of each layer's blocks: above 0 and up to 1"
+        check_numbers("deepmoe", limit, lambda value: 0 < value <= 1, {"keep": keep})
+    if bias is not None:
+        check_numbers("deepmoe", "finite", math.isfinite, {"bias": bias})
+    limit = "a fraction of the backbone's multiply-adds: from 0 to below 1"
+    check_numbers("deepmoe", limit, lambda value: 0 <= value < 1, {"embedding_share": embedding_share})
+    if center_embedding and not embedding_share:
         raise ValueError(
-            f"deepmoe: embedding_share={embedding_share}; it is a fraction of the backbone's multiply-adds: from 0 "
-            "to below 1"
+            "deepmoe: center_embedding=True has nothing to center with embedding_share=0, where the embedding is the "
+            "same for every image; omit it, or use an embedding_share above 0"
         )
-
-
-def _plan(
-    backbone: nn.Module, bottleneck: Literal["a", "b"]
-) -> tuple[dict[str, ConvNode], dict[str, str], dict[str, str | None]]:
-    """The convolutions to gate, the reasons why the others are not, and what alone reads each module's output."""
-    graph = build_channel_graph(backbone)
-    wanted = {node.conv for node in nodes_to_gate(graph, bottleneck)}
-    next_module, calls = _module_order(backbone)
-    plan: dict[str, ConvNode] = {}
-    ungated: dict[str, str] = {}
-    for node in graph:
-        reason = node.reason or _UNGATED_ROLES.get(node.role)
-        if reason is None and node.conv not in wanted:
-            reason = f"is not gated in bottlenecks of form {bottleneck!r}"
-        reason = reason or _norm_refusal(backbone, node, next_module[node.conv], calls)
-        reason = reason or unsupported_conv(_conv(backbone, node.conv))
-        if reason is None:
-            plan[node.conv] = node
-        else:
-            ungated[node.conv] = reason
-    if len({_key(name) for name in plan}) < len(plan):
-        raise ValueError(f"deepmoe: two of {', '.join(plan)} differ in '.' and '_' alone; rename one of them")
-    if not plan:
-        name = type(backbone).__name__
-        if not ungated:
-            raise ValueError(f"deepmoe: {name} has no convolution to gate; give a network that has")
-        reasons = "; ".join(f"{conv} {reason}" for conv, reason in list(ungated.items())[:3])
-        more = f"; and {len(ungated) - 3} more" if len(ungated) > 3 else ""
-        raise ValueError(
-            f"deepmoe: no convolution of {name} can drop channels: {reasons}{more}. It can where one convolution "
-            "or linear layer alone reads them, or at the end of a residual branch"
-        )
-    return plan, ungated, next_module
-
-
-def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, calls: Mapping[str, int]) -> str | None:
-    """Why the BatchNorm of a convolution cannot become part of a gated layer, or None; ``following`` reads the conv."""
-    if node.norm is None:
-        return None
-    if following != node.norm:
-        return f"has other layers before its BatchNorm {node.norm}, or another one"
-    if calls[node.norm] > 1:
-        return f"shares its BatchNorm {node.norm}"
-    return unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
-
-
-def _relu_after(backbone: nn.Module, module: str, next_module: Mapping[str, str | None]) -> str | None:
-    """The name of the ReLU that alone reads the output of a BatchNorm or convolution, if that is so."""
-    name = next_module[module]
-    relu = None if name is None else backbone.get_submodule(name)
-    return name if type(relu) is nn.ReLU and not has_hooks(relu, include_global=False) else None
-
-
-def _module_order(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
-    """The only module that reads the output of each module, if any, and the number of calls of each."""
-    nodes = list(cast("Iterable[fx.Node]", fx.Tracer().trace(backbone).nodes))
-    modules = [node for node in nodes if node.op == "call_module"]
-    next_module: dict[str, str | None] = {}
-    for node in modules:
-        users = list(node.users)
-        alone = len(users) == 1 and users[0].op == "call_module"
-        next_module[str(node.target)] = str(users[0].target) if alone else None
-    return next_module, Counter(str(node.target) for node in modules)
-
-
-def _gated_producer(plan: Mapping[str, ConvNode], name: str) -> str | None:
-    """The gated convolution whose channels this one reads."""
-    return next((node.conv for node in plan.values() if node.consumer_can_drop and name in node.consumers), None)
 
 
 def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
@@ -533,12 +491,6 @@ def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int,
             "pass the network's num_classes"
         )
     return costs
-
-
-def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
-    conv = backbone.get_submodule(name)
-    assert isinstance(conv, nn.Conv2d)
-    return conv
 
 
 def _key(name: str) -> str:
