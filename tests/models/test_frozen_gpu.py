@@ -99,7 +99,7 @@ class Residual(nn.Module):
 def test_what_cannot_be_fused_runs_behind_the_convolution(followers):
     convs = (nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
     end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
-    model = gate(nn.Sequential(convs[0], *followers, convs[1], *end), block=4, image_size=17)
+    model = gate(nn.Sequential(convs[0], *copy.deepcopy(followers), convs[1], *end), block=4, image_size=17)
     x = images(2, size=17)
     torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
 
