@@ -132,12 +132,15 @@ class ExpertGraphs:
 
     def _add(self, kind: Hashable, rows: Tensor, count: int) -> None:
         """Records a pass, and leaves buffers as they were."""
-        before = [each.clone() for each in self._tensors.buffers]
-        try:
-            found, problem = self._record(rows, count, before)
-        except Exception as error:  # a device fails in ways of its own
-            found, problem = None, capture_failure(error)
-        _set(self._tensors.buffers, before)
+        buffers = self._tensors.buffers
+        before = [each.clone() for each in buffers]
+        # eager passes that wait for their gradients may have saved the buffers
+        with cast("Any", torch.autograd)._unsafe_preserve_version_counter(tuple(buffers)):
+            try:
+                found, problem = self._record(rows, count, before)
+            except Exception as error:  # a device fails in ways of its own
+                found, problem = None, capture_failure(error)
+            _set(buffers, before)
         del self._calls[kind]
         if found is not None and not problem:
             self._passes[kind] = found
@@ -156,7 +159,7 @@ class ExpertGraphs:
         if refusal:
             return None, refusal
         with _no_autocast_cache():
-            found = _RecordedPass(self._expert, self._tensors, rows, count)
+            found = _RecordedPass(self._expert, self._tensors, rows, count, self._device.state())
             expected = found.run_eagerly(count)
             _set(self._tensors.buffers, buffers)
             found.capture(self._device)
@@ -185,10 +188,11 @@ _Results = dict[str, list[Tensor]]
 class _RecordedPass:
     """The graphs of passes of one kind."""
 
-    def __init__(self, expert: PaddedExpert, tensors: _LayerTensors, rows: Tensor, count: int) -> None:
+    def __init__(self, expert: PaddedExpert, tensors: _LayerTensors, rows: Tensor, count: int, state: Hashable) -> None:
         self._autocast = _autocast_now(rows.device.type)
         self._device_type = rows.device.type
         self._buffers = tensors.buffers
+        self._counters = [each for each in tensors.buffers if not each.is_floating_point()]
         self._addresses = [each.data_ptr() for each in tensors.parameters]
         # leaves of their own: autograd may have accumulated the gradients of the expert's on another stream
         self._leaves = [each.detach().requires_grad_(each.requires_grad) for each in tensors.parameters]
@@ -197,7 +201,7 @@ class _RecordedPass:
         self._x = torch.empty_like(rows).copy_(rows.detach()).requires_grad_(rows.requires_grad)
         self._count = torch.full((), count, dtype=torch.float64, device=rows.device)
         self._learning = [each for each in self._leaves if each.requires_grad]
-        self._flat = tensors.flat_gradients(self._learning)
+        self._flat = tensors.flat_gradients(self._learning, state)
 
     def capture(self, device: InferenceDevice) -> None:
         """Records both directions."""
@@ -233,8 +237,8 @@ class _RecordedPass:
             self._x.copy_(rows)
         self._count.fill_(count)
         self._forward.replay()
-        # what reads buffers later looks at the version, which a replay does not raise
-        torch.autograd.graph.increment_version(self._buffers)
+        # as in torch's BatchNorm, whose update of running statistics is not counted: gradients may need them
+        torch.autograd.graph.increment_version(self._counters)
         return self._y[:count].clone(memory_format=torch.preserve_format)
 
     def backward(self, grad: Tensor) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -322,7 +326,7 @@ class _LayerTensors:
         self.are_plain = all(type(each) in (Tensor, nn.Parameter) for each in self._all)
         """Whether graphs can read them: those of fully_shard, for one, are parts of tensors."""
         self._addresses = [each.data_ptr() for each in self._all] if self.are_plain else []
-        self._flat: Tensor | None = None
+        self._flat: dict[Hashable, Tensor] = {}
 
     def are_current(self) -> bool:
         """Whether none of them was replaced or moved."""
@@ -331,12 +335,18 @@ class _LayerTensors:
             return False
         return not self.are_plain or [each.data_ptr() for each in self._all] == self._addresses
 
-    def flat_gradients(self, learning: Sequence[Tensor]) -> Tensor:
-        """Memory for the gradients of all parameters, which the graphs of an expert share."""
-        size = sum(map(_aligned, learning))
-        if self._flat is None or self._flat.numel() < size:
-            self._flat = learning[0].new_zeros(size) if learning else torch.zeros(0)
-        return self._flat[:size]
+    def flat_gradients(self, learning: Sequence[Tensor], state: Hashable) -> Tensor:
+        """Memory for the gradients of all parameters of a dtype; graphs of one stream share it, as one runs at a time.
+
+        ``state``: that of the device, with its stream.
+        """
+        if not learning:
+            return torch.zeros(0)
+        key, size = (learning[0].dtype, state), sum(map(_aligned, learning))
+        flat = self._flat.get(key)
+        if flat is None or flat.numel() < size:
+            flat = self._flat[key] = learning[0].new_zeros(size)
+        return flat[:size]
 
     def _current(self) -> list[Tensor | None]:
         return [value for table in self._tables for value in table.values()]
