@@ -42,6 +42,7 @@ def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
     Traceback (most recent call last):
     moesaic.ops.per_sample_functions.NotPerSampleError: cumsum is not known to leave samples apart
     """
+    args, kwargs = _with_positional_input(args, kwargs)
     rule = _RULES.get(target)
     if rule is None:
         raise NotPerSampleError(f"{_name(target)} is not known to leave samples apart")
@@ -49,6 +50,14 @@ def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
         raise NotPerSampleError(f"{_name(target)} with these arguments is not known to leave samples apart")
     found = getattr(args[0], target)(*args[1:], **kwargs) if isinstance(target, str) else target(*args, **kwargs)
     return _BatchSize(found) if isinstance(found, int) else found
+
+
+def _with_positional_input(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    """Arguments of which the first, which rules look at, is not given by its name in torch's functions."""
+    if args:
+        return args, kwargs
+    first = [kwargs[name] for name in ("input", "tensors") if name in kwargs]
+    return first, {name: value for name, value in kwargs.items() if name not in ("input", "tensors")}
 
 
 def check_axes(x: Tensor, axes: int) -> None:
@@ -102,7 +111,8 @@ def _dropout(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 
 def _shape(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    return args[1:] == ("shape",) if target is getattr else args[1:] in ((), (0,))
+    given = (*args[1:], *kwargs.values())
+    return given == ("shape",) if target is getattr else given in ((), (0,))
 
 
 def _batch_size(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
@@ -111,7 +121,8 @@ def _batch_size(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 def _reshaping(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
     """To (S, …), where S is the size of the batch and not a number that happens to be the same."""
-    shape = cast("_Args", args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+    given = (*args[1:], *kwargs.values())
+    shape = cast("_Args", given[0]) if given and isinstance(given[0], (tuple, list)) else given
     first = [isinstance(each, _BatchSize) for each in shape]
     return isinstance(args[0], Tensor) and first == [True] + [False] * (len(shape) - 1)
 
