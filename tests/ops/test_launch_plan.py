@@ -61,6 +61,36 @@ def test_arguments_of_another_kind_have_a_plan_of_their_own(change):
     assert work.runs == 2
 
 
+def test_numbers_that_are_equal_may_be_of_another_type_or_sign():
+    planned = LaunchPlans(lambda x, scale: x * scale)
+    integers, zeros = torch.ones(2, dtype=torch.int64), torch.ones(2)
+    for _ in range(2):
+        assert [planned(integers, scale).dtype for scale in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert [planned(zeros, scale).signbit().any().item() for scale in (0.0, -0.0, 0)] == [False, True, False]
+
+
+def test_an_empty_part_of_another_input_does_not_stand_for_it():
+    def copy(x: Tensor, _: Tensor) -> Tensor:
+        y = torch.zeros(3, dtype=torch.float64)
+        launch(x, y)
+        return y
+
+    planned = LaunchPlans(copy)
+    inputs = [torch.full((3,), value, dtype=torch.float64) for value in (1.0, 2.0)]
+    for x in (*inputs, *inputs):
+        assert torch.equal(planned(x, x[:0]), x)
+
+
+def test_empty_outputs_have_gradients_of_their_own():
+    """What autograd notes on the output of a call must not show on that of the next."""
+    planned = LaunchPlans(lambda x: (torch.empty(x.shape), x.new_empty(0)))
+    x = torch.ones(0, 3)
+    planned(x)
+    first, second = planned(x), planned(x)
+    assert first[0] is not second[0]
+    assert first[1] is second[1]  # a placeholder
+
+
 def test_outputs_of_replays_are_their_own():
     planned = LaunchPlans(mixed)
     given = arguments(0)
@@ -264,7 +294,7 @@ def test_nothing_is_planned_while_tiles_are_timed_or_a_profiler_hooks_into_launc
 
 
 def test_plans_are_limited_in_number(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MOST", 3)
+    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 3)
     planned = LaunchPlans(lambda x: x + 1)
     for size in range(1, 7):
         assert planned(torch.ones(size)).tolist() == [2.0] * size

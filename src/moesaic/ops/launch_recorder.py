@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         """Pairs of inputs that lie at one address."""
         for number, each in enumerate(inputs):
             known = self._slots.get(_storage_of(each).cdata)
-            if known is not None and each.numel():
+            if known is not None:
                 first = inputs[known[0]]
                 if each.data_ptr() != first.data_ptr() or each.dtype != first.dtype:
                     self.problem = "inputs lie in one memory"
@@ -351,11 +351,11 @@ class _Memory:
     def __init__(self, place: Place, dtype: torch.dtype, device: torch.device) -> None:
         self.place, self.dtype, self.device = place, dtype, device
         self.bytes = _reach(place) * dtype.itemsize
-        empty = _empty(place.size, place.stride, dtype, device)
-        # there is nothing in it that one call could leave to the next; autograd saves none of inference mode
-        with torch.inference_mode(False):
-            nothing = empty() if not self.bytes else None
-        self.empty: Callable[[], Tensor] = empty if nothing is None else lambda: nothing
+        empty = self.empty = _empty(place.size, place.stride, dtype, device)
+        if place.size == (0,):  # a placeholder for no output: all calls share one, which never gets a gradient
+            with torch.inference_mode(False):  # autograd does not save inference tensors
+                shared = empty()
+            self.empty: Callable[[], Tensor] = lambda: shared
 
     def allocate(self, slots: list[Any], addresses: list[int], stream: int) -> None:
         slots[self.place.slot] = tensor = self.empty()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,7 +17,7 @@ __all__ = ["LaunchPlans", "Parts", "bypass_plans_if", "parts_of", "plan_on"]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch.cuda's own functions take three times as long
 
-_MOST = 256
+_MAX_PLANS = 256
 """Plans per operator; with more shapes, the oldest go."""
 _RECENT = 8
 """Kinds of arguments with a first tensor of one shape that are compared first."""
@@ -71,6 +72,7 @@ class LaunchPlans:
         self._implementation = implementation
         self.mutates = mutates
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
+        self._lock = Lock()
         self._recent: dict[torch.Size, tuple[_Recent, ...]] = {}
         """By the shape of the first tensor: layers of a network that differ do so in that, more often than not."""
 
@@ -124,9 +126,11 @@ class LaunchPlans:
     def _record(self, key: tuple[Any, ...], tensors: list[Tensor], arguments: tuple[Any, ...]) -> Any:
         with Recorder(tensors) as recorded:
             result = self._implementation(*arguments)
-        while len(self._plans) >= _MOST:
-            self._plans.pop(next(iter(self._plans)), None)
-        self._plans[key] = recorded.plan(result)
+        plan = recorded.plan(result)
+        with self._lock:  # another thread must not add a plan while the oldest one is looked up
+            while len(self._plans) >= _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
         return result
 
 
@@ -139,11 +143,13 @@ def parts_of(arguments: Sequence[Any]) -> Parts:
 
 def _sort(arguments: Sequence[Any], tensors: list[Tensor], others: list[Any]) -> None:
     for each in arguments:
-        if each is None or isinstance(each, (int, float)):
+        if each is None or type(each) is int:
             others.append(each)
         elif isinstance(each, Tensor):
             tensors.append(each)
             others.append(Tensor)
+        elif isinstance(each, (float, bool)):  # 1 == 1.0 == True and 0.0 == -0.0, which give other results
+            others += (type(each), each or repr(each))
         elif isinstance(each, (list, tuple)):
             several = cast("Sequence[Any]", each)
             if several and type(several[0]) is int:  # numbers, of which a tuple is compared faster than one by one
