@@ -206,6 +206,14 @@ def test_autocast_does_not_reach_what_an_operator_computes(call, monkeypatch):
     assert torch.equal(call(x, x.T), x @ x.T)
 
 
+@pytest.mark.parametrize("planned", [set(), {"cpu"}], ids=["code", "plan"])
+def test_outputs_without_gradient_have_none(monkeypatch, planned):
+    monkeypatch.setattr(plan_cache, "_planned", planned)
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        assert not matmul.without_gradient(x, x).requires_grad
+
+
 def _counted_apart(x: Tensor, weight: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:
     calls.append("apart")
     return _scaled_alone(x, weight), count(x, counter)

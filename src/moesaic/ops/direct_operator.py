@@ -25,11 +25,18 @@ _PLAIN = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
 _keys: Any = _C.DispatchKeySet
 _EXCLUDED = (
-    _keys(_C.DispatchKey.ADInplaceOrView) | _keys(_C.DispatchKey.AutocastCUDA) | _keys(_C.DispatchKey.AutocastCPU)
+    _keys(_C.DispatchKey.AutogradCPU)
+    | _keys(_C.DispatchKey.AutogradCUDA)
+    | _keys(_C.DispatchKey.ADInplaceOrView)
+    | _keys(_C.DispatchKey.AutocastCPU)
+    | _keys(_C.DispatchKey.AutocastCUDA)
 )
-"""What stands above an operator's own work. Without views: a permuted output would count as a view made inside of a
-function, which autograd does not let the next layer change in place. Without autocast: under it a backward pass would
-record other matmuls than without."""
+"""Dispatch keys that an implementation runs below.
+
+Autograd: the gradient is the operator's own. ADInplaceOrView: a permuted output would be a view made inside of an
+autograd function, which the next layer may not change in place. Autocast: a backward pass runs outside of it, and would
+record other matmuls under it.
+"""
 
 
 class _Given(threading.local):
