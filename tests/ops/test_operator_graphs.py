@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -371,6 +373,24 @@ def test_a_driver_that_fails_has_no_graph_and_leaves_nothing_open(fails):
     assert library.calls.count("cuStreamEndCapture") == begun
     assert library.calls.count("cuThreadExchangeStreamCaptureMode") == (1 if "Exchange" in fails else 2)
     assert library.calls.count("cuGraphDestroy") == (fails == "cuGraphInstantiateWithFlags")
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
+def test_work_that_raises_an_error_in_a_capture_has_no_graph(monkeypatch, error):
+    """Kernels raise errors of their own; the call goes on without a graph, and the capture is ended."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
+    for context in ("device", "stream", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, context, lambda _: nullcontext())
+
+    def record(stream: int) -> None:
+        raise error("cannot be captured")
+
+    library = Library("")
+    assert GraphDriver(0, library).capture(record, None) is None
+    assert library.calls[-4:] == [
+        "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphDestroy", "cuThreadExchangeStreamCaptureMode"
+    ]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -185,7 +185,7 @@ class GraphDriver:
                 problem = False
                 try:
                     record(stream.cuda_stream)
-                except RuntimeError:  # something that cannot be captured
+                except Exception:  # something that cannot be captured; kernels raise errors of their own
                     problem = True
                 finally:
                     failed = end(handle, ctypes.byref(graph))
