@@ -20,7 +20,7 @@ from training.recorded_graphs import FailingGraphs, RecordedGraphs
 
 import moesaic
 from moesaic.layers import inference_graphs
-from moesaic.layers.inference_graphs import InferenceGraphs
+from moesaic.layers.inference_graphs import CudaInference, InferenceGraphs
 from moesaic.models.deepmoe.frozen_gpu import FrozenGPUDeepMoE
 from moesaic.ops.graph_capture import DeviceGraph
 
@@ -107,6 +107,24 @@ def test_each_layout_and_stream_has_a_graph_of_its_own():
     for _ in range(4):
         module(small())
     assert graphs.captured == len(layouts) + 1
+
+
+def test_settings_of_torch_are_part_of_the_state_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    device = CudaInference(torch.device("cuda", 0))
+    states = [device.state()]
+    for owner, setting in (
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        (torch.backends.cudnn, "deterministic"),
+    ):
+        before = getattr(owner, setting)
+        setattr(owner, setting, not before)
+        states.append(device.state())
+        setattr(owner, setting, before)
+    assert len(set(states)) == len(states)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moesaic.ops import tile_sizes
 from moesaic.ops.eager_conditions import in_mode, is_plain_eager, no_grad_needed
-from moesaic.ops.graph_capture import DeviceGraph, capture, capture_failure
+from moesaic.ops.graph_capture import DeviceGraph, capture, capture_failure, matmul_settings
 from moesaic.ops.hook_detection import hook_tables
 
 __all__ = ["CudaInference", "InferenceDevice", "InferenceGraphs"]
@@ -223,13 +223,11 @@ class CudaInference:
             _C._cuda_getCurrentRawStream(index),
             tiles,
             _C._get_fp32_precision_getter("cuda", "conv"),
-            _C._get_fp32_precision_getter("cuda", "matmul"),
             _C._get_deterministic_algorithms(),
             _C._get_cudnn_enabled(),
             _C._get_cudnn_benchmark(),
             _C._get_cudnn_deterministic(),
-            _C._get_cublas_allow_bf16_reduced_precision_reduction(),
-            _C._get_cublas_allow_fp16_reduced_precision_reduction(),
+            *matmul_settings(),
         )
 
     def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Arrangement", "CapturedOperator", "Graph", "GraphDriver", "OutputMemory", "Workspace", "arrange", "driver"]
+from moesaic.ops.graph_capture import matmul_settings
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch's own functions for these settings take longer
+__all__ = ["Arrangement", "CapturedOperator", "Graph", "GraphDriver", "OutputMemory", "Workspace", "arrange", "driver"]
 
 Launch = Callable[[list[Any], list[int], int], None]
 """``launch(slots, addresses, stream)``, as in `moesaic.ops.launch_plan`."""
@@ -263,7 +263,7 @@ class CapturedOperator:
         outputs = [empty() for empty in self._empties]
         key: Any = (arena.data_ptr(), *[each.data_ptr() for each in outputs])
         if self._multiplies is not None:
-            key = key, _matmul_settings()
+            key = key, matmul_settings()
         graph = graphs.get(key)
         if graph is None and key in graphs:
             graph = graphs[key] = self._capture(inputs, arena, outputs)
@@ -316,17 +316,6 @@ class CapturedOperator:
         else:
             self._captured += 1
         return graph
-
-
-def _matmul_settings() -> tuple[Any, ...]:
-    """Settings of torch on which it depends how matrices are multiplied."""
-    return (
-        _C._get_fp32_precision_getter("cuda", "matmul"),
-        _C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        _C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        _C._get_cublas_allow_fp16_accumulation(),
-        _C._get_blas_preferred_backend(),
-    )
 
 
 def _empty_bytes(size: int, device: torch.device) -> Callable[[], Tensor]:
