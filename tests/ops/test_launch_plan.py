@@ -15,7 +15,7 @@ from moesaic.ops.plan_cache import LaunchPlans
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cpu"})
     monkeypatch.setattr(LaunchPlans, "_record", record)  # without the replay that other tests add
 
 
@@ -173,7 +173,7 @@ def test_where_memory_begins_is_part_of_the_kind():
             x, y = room[0][first : first + 8], room[1][second : second + 8]
             assert planned(x, y).tolist() == [2.0] * 8, turn
     assert work.runs == len(places)
-    assert sum(map(len, planned._recent.values())) == len(places)
+    assert sum(map(len, planned._guarded.values())) == len(places)
 
 
 def test_an_empty_output_of_inference_mode_may_be_saved_for_a_gradient():
@@ -287,7 +287,7 @@ def test_nothing_is_planned_while_tiles_are_timed_or_a_profiler_hooks_into_launc
     with tile_sizes._recording():
         planned(torch.ones(1))
     assert not planned._plans
-    monkeypatch.setattr(plan_cache, "_bypass", [lambda: True])
+    monkeypatch.setattr(plan_cache, "_bypass_conditions", [lambda: True])
     planned(torch.ones(1))
     assert not planned._plans
     assert work.runs == 2
@@ -302,7 +302,7 @@ def test_plans_are_limited_in_number(monkeypatch):
 
 
 def test_other_devices_run_the_code(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_planned", {"cuda"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cuda"})
     planned = LaunchPlans(lambda x: x + 1)
     planned(torch.ones(1))
     assert not planned._plans
