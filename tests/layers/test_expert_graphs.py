@@ -381,7 +381,7 @@ def test_parameters_that_cannot_be_recorded(graphs):
 
 
 def test_the_number_of_graphs_is_limited(graphs, monkeypatch):
-    monkeypatch.setattr(expert_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(expert_graphs, "_MAX_GRAPHS", 2)
     layer = layer_of(IMAGES["pooled"], 2)
     for load in (4, 4, 8, 8, 12, 12, 4, 4, 4, 12):
         layer(samples_for([load, 32 - load], (3, 6, 6))).sum().backward()

@@ -254,7 +254,7 @@ def test_an_interrupted_capture_is_tried_again():
 
 @torch.no_grad()
 def test_the_least_recently_used_graph_goes(monkeypatch):
-    monkeypatch.setattr(inference_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(inference_graphs, "_MAX_GRAPHS", 2)
     module, graphs = frozen()
 
     def call(batch: int, times: int) -> None:
@@ -277,8 +277,8 @@ def test_the_least_recently_used_graph_goes(monkeypatch):
 
 @torch.no_grad()
 def test_kinds_that_take_turns_are_not_recorded_all_the_time(monkeypatch):
-    monkeypatch.setattr(inference_graphs, "_MOST_GRAPHS", 2)
-    monkeypatch.setattr(inference_graphs, "_MOST_KINDS", 4)
+    monkeypatch.setattr(inference_graphs, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(inference_graphs, "_MAX_COUNTED_KEYS", 4)
     module, graphs = frozen()
     for _ in range(10):
         for batch in range(1, 5):

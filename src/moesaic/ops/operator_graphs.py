@@ -173,7 +173,7 @@ class GraphDriver:
         if exchange(ctypes.byref(mode)):
             return None
         try:
-            context = torch.inference_mode()  # inference tensors may be written in this mode alone, others too
+            context = torch.inference_mode()  # in which both normal and inference tensors may be written
             with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), context:
                 if matmul_dtype is not None:  # allocates the workspace of cuBLAS before the capture
                     small = torch.ones(1, 8, 8, dtype=matmul_dtype, device=f"cuda:{device}")
