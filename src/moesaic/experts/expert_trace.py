@@ -99,10 +99,7 @@ class ModuleStates:
         """Whether the state of a module has changed."""
         try:
             return any(state.changed() for state in self._states)
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # other arrays than before, whose comparison has no truth value
+        except (RuntimeError, ValueError):  # arrays, whose comparison has no truth value, were replaced
             return True
 
 

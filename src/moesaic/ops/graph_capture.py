@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch's own functions take a microsecond each
 _failed: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed: the allocator goes on asking them which streams are theirs."""
+"""Graphs whose capture failed: they must live on, as the allocator still calls the stream filters of their captures."""
 
 
 class DeviceGraph(Protocol):
@@ -48,7 +48,7 @@ def capture(
     graph = torch.cuda.CUDAGraph()
     for generator in generators:
         cast("Any", graph).register_generator_state(generator)
-    # a failed capture leaves generators in the state of one, in which they give no random numbers outside of it
+    # a failed capture leaves generators in capture mode, in which they raise errors outside of captures
     default = torch.cuda.default_generators[stream.device_index]
     own = [default, *(cast("Any", each) for each in generators if each is not default)]
     spare = [generator.clone_state() for generator in own]
@@ -66,7 +66,7 @@ def capture(
             _failed.append(graph)
             for generator, state in zip(own, spare, strict=True):
                 generator.graphsafe_set_state(state)
-            with suppress(RuntimeError):  # where the capture ended, and it was the instantiation that failed
+            with suppress(RuntimeError):  # if the capture has ended, and its instantiation failed
                 _C._cuda_endAllocateToPool(stream.device_index, pool)
                 _C._cuda_releasePool(stream.device_index, pool)
         raise
