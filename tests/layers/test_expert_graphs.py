@@ -239,6 +239,20 @@ def test_weights_that_move_between_the_passes(graphs):
     assert_equal(grads_of(layer), grads_of(other))
 
 
+def test_an_eager_backward_pass_makes_way_for_the_next(graphs):
+    """Also while its output, which holds its autograd graph, is stored."""
+    x = samples_for([7, 14, 3, 8], (3, 6, 6))
+    layer = passes(layer_of(IMAGES["residual"]), x)
+    stored = layer(x)
+    for expert in layer.experts:
+        expert[0].weight.data = expert[0].weight.data.clone()
+    stored.sum().backward()
+    captured, replays = graphs.captured, graphs.replays
+    passes(layer, x)
+    assert graphs.captured == captured + 2 * 4  # both directions of each expert
+    assert graphs.replays > replays
+
+
 def test_weights_that_change_between_the_passes_are_noticed(graphs):
     x = samples_for([7, 14, 3, 8], (3, 6, 6))
     layer = passes(layer_of(IMAGES["residual"]), x)

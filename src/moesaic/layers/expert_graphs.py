@@ -305,7 +305,7 @@ class _Replay(torch.autograd.Function):
             grad_x, own = ctx.recorded.eager(grads[0], rows, parameters, torch.is_grad_enabled())
         else:
             grad_x, own = ctx.recorded.backward(grads[0])
-            ctx.pending.done = True
+        ctx.pending.done = True  # after an eager backward pass too: any further one is eager
         return None, None, None, grad_x, *own
 
 
