@@ -62,7 +62,7 @@ class NoGraphs(operator_graphs.GraphDriver):
         library: Any = ctypes.CDLL(None)
         self._launch, self._default = library.labs, ctypes.c_void_p(0)
 
-    def capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> operator_graphs.Graph | None:
+    def capture(self, record: Callable[[int], None], matmul_dtype: torch.dtype | None) -> operator_graphs.Graph | None:
         return operator_graphs.Graph(ctypes.c_void_p(0), lambda executable: None)
 
     def launch(self, graph: operator_graphs.Graph) -> bool:

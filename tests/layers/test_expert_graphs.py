@@ -131,6 +131,46 @@ def test_passes_that_wait_for_their_gradients_at_one_time(graphs):
     assert_equal(grads_of(layer), grads_of(other))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("passes_before", [0, 3])
+def test_passes_that_wait_for_their_gradients_while_others_are_recorded_or_replayed(graphs, frozen, passes_before):
+    """Eager passes have saved the running statistics, which neither recordings nor replays may count as changed."""
+    x, other_sizes = samples_for([8, 8, 8, 8], (3, 6, 6)), samples_for([4, 12, 4, 12], (3, 6, 6))
+    layer = layer_of(IMAGES["residual"])
+    for module in layer.modules():
+        module.train(not (frozen and isinstance(module, nn.BatchNorm2d)))
+    passes(layer, x, passes_before)
+    other = one_by_one(layer)
+    for each in (layer, other):
+        outputs = [each(samples) for samples in (other_sizes, x, x, other_sizes)]
+        sum(output.square().sum() for output in outputs).backward()
+    assert graphs.captured
+    assert_equal(grads_of(layer), grads_of(other))
+    assert_equal(list(layer.state_dict().values()), list(other.state_dict().values()))
+
+
+def test_gradients_of_another_dtype_or_stream_have_memory_of_their_own(graphs, monkeypatch):
+    device = Recorded(graphs)
+    monkeypatch.setattr(expert_graphs, "device_for", lambda _: device)
+    layer = layer_of(lambda: nn.Sequential(nn.Flatten(), nn.Linear(108, 4), nn.Linear(4, 2)), 2).float()
+    for expert in layer.experts:
+        expert[1].bfloat16()
+    x = samples_for([8, 8], (3, 6, 6)).float()
+    memory: list[Tensor] = []
+    for settings, trained, frozen in ((1, 1, 2), (1, 2, 1), (2, 2, 1)):
+        device.settings = settings
+        for expert in layer.experts:
+            expert[trained].requires_grad_(True)
+            expert[frozen].requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            passes(layer, x)
+        _, _, form = layer._padded._forms[0][0]
+        assert isinstance(form, ExpertGraphs)
+        memory.append(next(reversed(form._passes.values()))._flat)
+    assert [each.dtype for each in memory] == [torch.bfloat16, torch.float32, torch.float32]
+    assert len({each.untyped_storage().data_ptr() for each in memory}) == 3
+
+
 def test_inference_in_many_threads_is_that_in_one(graphs):
     layer = passes(layer_of(IMAGES["residual"]), samples_for([7, 14, 3, 8], (3, 6, 6))).eval()
     batches = batches_for([[7, 14, 3, 8]] * 24)
@@ -197,6 +237,20 @@ def test_weights_that_move_between_the_passes(graphs):
         weight.data = weight.data.clone()
         y.backward()
     assert_equal(grads_of(layer), grads_of(other))
+
+
+def test_an_eager_backward_pass_makes_way_for_the_next(graphs):
+    """Also while its output, which holds its autograd graph, is stored."""
+    x = samples_for([7, 14, 3, 8], (3, 6, 6))
+    layer = passes(layer_of(IMAGES["residual"]), x)
+    stored = layer(x)
+    for expert in layer.experts:
+        expert[0].weight.data = expert[0].weight.data.clone()
+    stored.sum().backward()
+    captured, replays = graphs.captured, graphs.replays
+    passes(layer, x)
+    assert graphs.captured == captured + 2 * 4  # both directions of each expert
+    assert graphs.replays > replays
 
 
 def test_weights_that_change_between_the_passes_are_noticed(graphs):
@@ -341,7 +395,7 @@ def test_parameters_that_cannot_be_recorded(graphs):
 
 
 def test_the_number_of_graphs_is_limited(graphs, monkeypatch):
-    monkeypatch.setattr(expert_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(expert_graphs, "_MAX_GRAPHS", 2)
     layer = layer_of(IMAGES["pooled"], 2)
     for load in (4, 4, 8, 8, 12, 12, 4, 4, 4, 12):
         layer(samples_for([load, 32 - load], (3, 6, 6))).sum().backward()

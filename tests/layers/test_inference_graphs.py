@@ -20,7 +20,7 @@ from training.recorded_graphs import FailingGraphs, RecordedGraphs
 
 import moesaic
 from moesaic.layers import inference_graphs
-from moesaic.layers.inference_graphs import InferenceGraphs
+from moesaic.layers.inference_graphs import CudaInference, InferenceGraphs
 from moesaic.models.deepmoe.frozen_gpu import FrozenGPUDeepMoE
 from moesaic.ops.graph_capture import DeviceGraph
 
@@ -107,6 +107,24 @@ def test_each_layout_and_stream_has_a_graph_of_its_own():
     for _ in range(4):
         module(small())
     assert graphs.captured == len(layouts) + 1
+
+
+def test_settings_of_torch_are_part_of_the_state_of_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    device = CudaInference(torch.device("cuda", 0))
+    states = [device.state()]
+    for owner, setting in (
+        (torch.backends.cuda.matmul, "allow_fp16_accumulation"),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+        (torch.backends.cudnn, "deterministic"),
+    ):
+        before = getattr(owner, setting)
+        setattr(owner, setting, not before)
+        states.append(device.state())
+        setattr(owner, setting, before)
+    assert len(set(states)) == len(states)
 
 
 @pytest.fixture
@@ -236,7 +254,7 @@ def test_an_interrupted_capture_is_tried_again():
 
 @torch.no_grad()
 def test_the_least_recently_used_graph_goes(monkeypatch):
-    monkeypatch.setattr(inference_graphs, "_MOST_GRAPHS", 2)
+    monkeypatch.setattr(inference_graphs, "_MAX_GRAPHS", 2)
     module, graphs = frozen()
 
     def call(batch: int, times: int) -> None:
@@ -259,8 +277,8 @@ def test_the_least_recently_used_graph_goes(monkeypatch):
 
 @torch.no_grad()
 def test_kinds_that_take_turns_are_not_recorded_all_the_time(monkeypatch):
-    monkeypatch.setattr(inference_graphs, "_MOST_GRAPHS", 2)
-    monkeypatch.setattr(inference_graphs, "_MOST_KINDS", 4)
+    monkeypatch.setattr(inference_graphs, "_MAX_GRAPHS", 2)
+    monkeypatch.setattr(inference_graphs, "_MAX_COUNTED_KEYS", 4)
     module, graphs = frozen()
     for _ in range(10):
         for batch in range(1, 5):

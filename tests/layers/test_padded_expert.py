@@ -24,6 +24,7 @@ from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import ResNet
 from moesaic.ops import padded_samples
 from moesaic.ops.padded_samples import padded_size
+from moesaic.ops.per_sample_functions import NotPerSampleError
 
 
 def assert_equal_to_the_loop(layer: moesaic.SampleMoE, x: Tensor) -> None:
@@ -44,6 +45,41 @@ def test_padded_experts_are_the_loop_over_experts(kind, loads, top_k, training):
     if training and (second == 1).any():
         x = torch.cat([x, x])  # a norm of vectors needs two
     assert_equal_to_the_loop(layer, x)
+
+
+class Function(nn.Module):
+    """A function of the samples, as an expert calls it in its forward."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.flatten(input=x, start_dim=1),
+        lambda x: torch.cat(tensors=[x, 2 * x], dim=1),
+        lambda x: torch.mean(input=x, dim=1),
+        lambda x: torch.softmax(input=x, dim=1),
+        lambda x: x.view(size=(x.size(dim=0), -1)),
+        lambda x: x.reshape(shape=(x.shape[0], -1)),
+    ],
+    ids=["flatten", "cat", "mean", "softmax", "view", "reshape"],
+)
+def test_functions_may_get_their_arguments_by_name(function):
+    layer = layer_of(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), Function(function)), 2)
+    assert_equal_to_the_loop(layer, samples_for([19, 5], (3, 6, 6)))
+
+
+def test_only_the_first_axis_has_the_size_of_the_batch():
+    """A map of as many channels as samples would otherwise be taken apart along either."""
+    expert = PaddedExpert(Function(lambda x: x.view(x.size(dim=1), -1)))
+    with pytest.raises(NotPerSampleError, match="size with these arguments"):
+        expert.run(torch.ones(4, 4, 2), 3)
 
 
 def test_experts_need_not_have_one_architecture():

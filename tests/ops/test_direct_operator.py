@@ -126,7 +126,7 @@ def test_eager_calls_do_not_pass_the_dispatcher(inputs, monkeypatch):
 
 def test_eager_calls_without_gradients_do_not_pass_autograd(inputs, monkeypatch):
     monkeypatch.setattr(scaled_transpose, "operator", None)
-    monkeypatch.setattr(scaled_transpose, "_function", None)
+    monkeypatch.setattr(scaled_transpose, "_autograd_function", None)
     x, weight, constants, power = inputs
     with torch.no_grad():
         scaled_transpose(*inputs)
@@ -195,7 +195,7 @@ def _(x, y):
 @pytest.mark.parametrize("call", [matmul, matmul.operator], ids=["direct", "dispatched"])
 def test_autocast_does_not_reach_what_an_operator_computes(call, monkeypatch):
     """Its plan would be another one than outside of autocast, for the same arguments."""
-    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cpu"})
     torch.manual_seed(0)
     x = torch.randn(8, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -204,6 +204,14 @@ def test_autocast_does_not_reach_what_an_operator_computes(call, monkeypatch):
     assert inside.dtype == torch.float32
     assert torch.equal(inside, x @ x.T)
     assert torch.equal(call(x, x.T), x @ x.T)
+
+
+@pytest.mark.parametrize("planned", [set(), {"cpu"}], ids=["code", "plan"])
+def test_outputs_without_gradient_have_none(monkeypatch, planned):
+    monkeypatch.setattr(plan_cache, "_device_types", planned)
+    x = torch.randn(4, 4, requires_grad=True)
+    for _ in range(3):
+        assert not matmul.without_gradient(x, x).requires_grad
 
 
 def _counted_apart(x: Tensor, weight: Tensor, counter: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from moesaic.ops.plan_cache import LaunchPlans
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cpu"})
     monkeypatch.setattr(LaunchPlans, "_record", record)  # without the replay that other tests add
 
 
@@ -59,6 +59,36 @@ def test_arguments_of_another_kind_have_a_plan_of_their_own(change):
         given = change(*arguments(seed)[:2], 0.5)
         assert_same(planned(*given), mixed(*given))
     assert work.runs == 2
+
+
+def test_numbers_that_are_equal_may_be_of_another_type_or_sign():
+    planned = LaunchPlans(lambda x, scale: x * scale)
+    integers, zeros = torch.ones(2, dtype=torch.int64), torch.ones(2)
+    for _ in range(2):
+        assert [planned(integers, scale).dtype for scale in (1, 1.0, True)] == [torch.int64, torch.float32, torch.int64]
+        assert [planned(zeros, scale).signbit().any().item() for scale in (0.0, -0.0, 0)] == [False, True, False]
+
+
+def test_an_empty_part_of_another_input_does_not_stand_for_it():
+    def copy(x: Tensor, _: Tensor) -> Tensor:
+        y = torch.zeros(3, dtype=torch.float64)
+        launch(x, y)
+        return y
+
+    planned = LaunchPlans(copy)
+    inputs = [torch.full((3,), value, dtype=torch.float64) for value in (1.0, 2.0)]
+    for x in (*inputs, *inputs):
+        assert torch.equal(planned(x, x[:0]), x)
+
+
+def test_empty_outputs_have_gradients_of_their_own():
+    """What autograd notes on the output of a call must not show on that of the next."""
+    planned = LaunchPlans(lambda x: (torch.empty(x.shape), x.new_empty(0)))
+    x = torch.ones(0, 3)
+    planned(x)
+    first, second = planned(x), planned(x)
+    assert first[0] is not second[0]
+    assert first[1] is second[1]  # a placeholder
 
 
 def test_outputs_of_replays_are_their_own():
@@ -143,7 +173,7 @@ def test_where_memory_begins_is_part_of_the_kind():
             x, y = room[0][first : first + 8], room[1][second : second + 8]
             assert planned(x, y).tolist() == [2.0] * 8, turn
     assert work.runs == len(places)
-    assert sum(map(len, planned._recent.values())) == len(places)
+    assert sum(map(len, planned._guarded.values())) == len(places)
 
 
 def test_an_empty_output_of_inference_mode_may_be_saved_for_a_gradient():
@@ -257,14 +287,14 @@ def test_nothing_is_planned_while_tiles_are_timed_or_a_profiler_hooks_into_launc
     with tile_sizes._recording():
         planned(torch.ones(1))
     assert not planned._plans
-    monkeypatch.setattr(plan_cache, "_bypass", [lambda: True])
+    monkeypatch.setattr(plan_cache, "_bypass_conditions", [lambda: True])
     planned(torch.ones(1))
     assert not planned._plans
     assert work.runs == 2
 
 
 def test_plans_are_limited_in_number(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_MOST", 3)
+    monkeypatch.setattr(plan_cache, "_MAX_PLANS", 3)
     planned = LaunchPlans(lambda x: x + 1)
     for size in range(1, 7):
         assert planned(torch.ones(size)).tolist() == [2.0] * size
@@ -272,7 +302,7 @@ def test_plans_are_limited_in_number(monkeypatch):
 
 
 def test_other_devices_run_the_code(monkeypatch):
-    monkeypatch.setattr(plan_cache, "_planned", {"cuda"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cuda"})
     planned = LaunchPlans(lambda x: x + 1)
     planned(torch.ones(1))
     assert not planned._plans

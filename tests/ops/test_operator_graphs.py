@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,14 +186,14 @@ def test_capturing_stops_where_graphs_are_not_replayed(fake):
     for x in [torch.zeros(3) for _ in range(40)]:
         for _ in range(3 * operator.is_on):  # the third time from a graph, and never again
             run(operator, x)
-    assert fake.captured == operator_graphs._TRIALS
+    assert fake.captured == operator_graphs._MIN_CAPTURES
     assert not operator.is_on
-    assert not operator._known
+    assert not operator._graphs
     assert fake.destroyed == fake.captured
 
 
 def test_graphs_that_are_replayed_stay_and_their_number_is_limited(fake, monkeypatch):
-    monkeypatch.setattr(operator_graphs, "_MOST", 3)
+    monkeypatch.setattr(operator_graphs, "_MAX_INPUT_SETS", 3)
     operator = captured_operator([lambda slots, addresses, stream: None])
     at_one_address(operator)
     for x in [torch.zeros(3) for _ in range(30)]:
@@ -199,7 +201,7 @@ def test_graphs_that_are_replayed_stay_and_their_number_is_limited(fake, monkeyp
             run(operator, x)
     assert operator.is_on
     assert fake.captured == 30
-    assert len(operator._known) <= 3
+    assert len(operator._graphs) <= 3
     assert fake.captured - fake.destroyed <= 3
 
 
@@ -211,8 +213,8 @@ def test_places_of_outputs_that_never_come_again_are_forgotten(fake):
     for _ in range(50):
         run(operator, x)
     assert fake.captured == 0
-    (places,) = operator._known.values()
-    assert len(places) <= operator_graphs._MOST_PER_INPUTS
+    (places,) = operator._graphs.values()
+    assert len(places) <= operator_graphs._MAX_GRAPHS_PER_INPUTS
 
 
 def recorded(work, *given):
@@ -305,7 +307,7 @@ def test_zeros_sums_and_copies_are_part_of_a_graph():
 
 def test_a_plan_on_another_device_has_no_graph(fake, monkeypatch):
     monkeypatch.setattr(LaunchPlans, "_record", record)
-    monkeypatch.setattr(plan_cache, "_planned", {"cpu"})
+    monkeypatch.setattr(plan_cache, "_device_types", {"cpu"})
     planned = LaunchPlans(lambda x: x + 1)
     x = torch.ones(3)
     for _ in range(4):
@@ -373,6 +375,24 @@ def test_a_driver_that_fails_has_no_graph_and_leaves_nothing_open(fails):
     assert library.calls.count("cuGraphDestroy") == (fails == "cuGraphInstantiateWithFlags")
 
 
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError])
+def test_work_that_raises_an_error_in_a_capture_has_no_graph(monkeypatch, error):
+    """Kernels raise errors of their own; the call goes on without a graph, and the capture is ended."""
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(cuda_stream=handle))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: None)
+    for context in ("device", "stream", "use_mem_pool"):
+        monkeypatch.setattr(torch.cuda, context, lambda _: nullcontext())
+
+    def record(stream: int) -> None:
+        raise error("cannot be captured")
+
+    library = Library("")
+    assert GraphDriver(0, library).capture(record, None) is None
+    assert library.calls[-4:] == [
+        "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphDestroy", "cuThreadExchangeStreamCaptureMode"
+    ]  # fmt: skip
+
+
 @pytest.mark.gpu
 def test_graphs_of_a_layer_on_a_gpu_equal_its_launches(monkeypatch):
     import moesaic
@@ -401,7 +421,7 @@ def test_graphs_of_a_layer_on_a_gpu_equal_its_launches(monkeypatch):
 
     for operator in (patch_ops.patch_route_conv, patch_ops.patch_conv_backward):
         operator._implementation._plans.clear()
-        operator._implementation._recent = {}
+        operator._implementation._guarded = {}
     for x, known in zip(inputs, expected, strict=True):
         for _ in range(10):
             for one, other in zip(step(x), known, strict=True):

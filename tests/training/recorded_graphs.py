@@ -42,9 +42,15 @@ class Recording(NoWaiting):
 class RecordedGraph:
     def __init__(self, calls: list[tuple[Any, Any, Any, Any]]) -> None:
         self.calls = [call for call in calls if not is_view(*call)]
+        tensors = {id(each): each for each in tensors_in(self.calls) if not each.is_inference()}
+        self.tensors = tuple(tensors.values())
+
+    def replay(self) -> None:
+        with torch.autograd._unsafe_preserve_version_counter(self.tensors):  # which no graph on a device raises
+            self.run()
 
     @torch.no_grad()
-    def replay(self) -> None:
+    def run(self) -> None:
         for func, args, kwargs, outputs in self.calls:
             again = tensors_in(func(*args, **kwargs))
             given = storages((args, kwargs))

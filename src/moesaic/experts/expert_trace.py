@@ -87,20 +87,19 @@ def trace_expert(expert: nn.Module, known: Callable[[nn.Module], bool]) -> list[
 
 
 class ModuleStates:
-    """What modules were like, tensors aside: attributes, children, hooks.
+    """The states of modules without their tensors: attributes, children, hooks and training mode.
 
-    Layers of another stride, a norm of another momentum, an expert with a hook or in another mode run otherwise than
-    before; so do networks of which an attribute is changed during training.
+    A trace is valid while they do not change, such as the stride of a layer or the momentum of a norm.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._states = [_ModuleState(module) for module in modules]
 
     def changed(self) -> bool:
-        """Whether a module is no longer as it was."""
+        """Whether the state of a module has changed."""
         try:
             return any(state.changed() for state in self._states)
-        except (RuntimeError, ValueError):  # attributes that are arrays and no longer the same have no truth value
+        except (RuntimeError, ValueError):  # arrays, whose comparison has no truth value, were replaced
             return True
 
 

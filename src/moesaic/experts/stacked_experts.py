@@ -117,7 +117,7 @@ class Experts(nn.Module):
         raise TypeError(f"{type(self).__name__} does not implement forward(x, routing, spec, selection)")
 
     def run_chosen(self, x: Tensor, choice: PatchChoice, spec: PatchSpec) -> Tensor | None:
-        """Makes an expert choice and runs the experts on it at once, where a backend can: what ``forward`` returns."""
+        """Makes an expert choice and runs the experts on it, as one operator; None where no backend has one."""
         return None
 
     def norm_tensors(self, x: Tensor) -> Norm | None:

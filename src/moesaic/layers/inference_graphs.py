@@ -1,12 +1,12 @@
-"""Inference from graphs of a device: what a frozen module does for an input is recorded once, and replayed.
+"""CUDA graphs of a frozen module's inference: captured once per layout of the input, and replayed.
 
-A replay does the work on the device at the same addresses, without its Python code, which takes the host longer than
-the kernels take a GPU. There is a graph for each layout of the input, and for each stream and setting of torch on which
-the work depends. The first calls run eagerly: kernels are compiled in them, and plans of cuDNN made. Then the work is
-recorded; later calls copy their input into a buffer, replay, and return a copy of the output.
+A replay runs the kernels at the captured addresses without the module's Python code, which takes the host longer than
+the kernels take the GPU. There is a graph for each layout of the input, each stream, and each of torch's settings on
+which the work depends. In the first calls, which run eagerly, kernels are compiled and cuDNN selects algorithms. Then
+the work is captured; later calls copy their input into a static buffer, replay, and return a copy of the output.
 
-Whatever a replay cannot show runs eagerly: hooks, modes that see operators, transforms, captures of the user's own. If
-a capture fails, all later calls run eagerly, and `InferenceGraphs.problem` says why.
+Calls with hooks, in modes that intercept operators, in transforms and in captures of the user's own run eagerly. If a
+capture fails, all later calls run eagerly, and `InferenceGraphs.problem` says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from moesaic.ops import tile_sizes
 from moesaic.ops.eager_conditions import in_mode, is_plain_eager, no_grad_needed
-from moesaic.ops.graph_capture import DeviceGraph, capture, capture_failure
+from moesaic.ops.graph_capture import DeviceGraph, capture, capture_failure, matmul_settings
 from moesaic.ops.hook_detection import hook_tables
 
 __all__ = ["CudaInference", "InferenceDevice", "InferenceGraphs"]
@@ -32,25 +32,25 @@ __all__ = ["CudaInference", "InferenceDevice", "InferenceGraphs"]
 T = TypeVar("T")
 
 Work = Callable[[Tensor], Tensor]
-"""Inference on a batch, from and to tensors of the device."""
+"""Inference on a batch, from input to output on the device."""
 
 _EAGER_CALLS = 2
-"""Calls of a kind that run eagerly; the work is recorded after the last of them."""
-_MOST_GRAPHS = 16
-_MOST_KINDS = 256
-"""Kinds of calls that are counted; of those that are not among the latest, calls are forgotten."""
+"""Eager calls with a key; the work is captured after the last of them."""
+_MAX_GRAPHS = 16
+_MAX_COUNTED_KEYS = 256
+"""Keys whose calls are counted; the least recently used key is forgotten."""
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch's own functions take a microsecond each
 
 
 class InferenceDevice(Protocol):
-    """Makes graphs on a device."""
+    """A device on which graphs are captured."""
 
     def state(self) -> Hashable:
-        """Returns what, besides the input, determines the work; None where nothing can be recorded or replayed."""
+        """Returns what besides the input determines the work; None where no graph can be captured or replayed."""
         ...
 
     def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:
-        """Records ``work``, which may or may not run; returns its graph, and the tensors that a replay fills."""
+        """Captures ``work``, which may run or not; returns its graph and its outputs, to which replays write."""
         ...
 
 
@@ -71,12 +71,12 @@ class InferenceGraphs:
     """The graphs of a module, for calls from any thread and on any stream. Copies of a module have their own.
 
     Args:
-        device: makes the graphs.
+        device: the device of the graphs.
     """
 
     def __init__(self, device: InferenceDevice) -> None:
         self.problem = ""
-        """Why calls run eagerly from now on; empty while nothing has failed."""
+        """The reason why all calls run eagerly; empty while no capture has failed."""
         self._device = device
         self._lock = Lock()
         self._graphs: OrderedDict[Hashable, _InferenceGraph] = OrderedDict()
@@ -88,10 +88,11 @@ class InferenceGraphs:
         return type(self), (self._device,)
 
     def run(self, module: nn.Module, work: Work, x: Tensor) -> Tensor:
-        """Returns what ``work`` returns for ``x``, in a tensor of its own.
+        """Returns the output of ``work`` for ``x``, in a tensor of its own.
 
         Args:
-            module: whose work it is; the graphs are dropped when its submodules, parameters or buffers are replaced.
+            module: the module that does the work; graphs are dropped when its submodules, parameters or buffers are
+                replaced.
             work: the work, in inference mode.
             x: the input.
         """
@@ -100,23 +101,24 @@ class InferenceGraphs:
         state = self._device.state()
         if state is None:
             return work(x).clone()
-        kind = (x.shape, x.stride(), x.dtype, state)
-        with self._lock:  # input, replay and output of a call stay together
-            if self._replays(module):
-                graph = self._graphs.get(kind)
+        key = (x.shape, x.stride(), x.dtype, state)
+        with self._lock:  # another thread must not write the buffers between replay and copy of the output
+            if self._may_replay(module):
+                graph = self._graphs.get(key)
                 if graph is not None:
-                    self._graphs.move_to_end(kind)
+                    self._graphs.move_to_end(key)
                     return graph.replay(x)
-                if self._is_due(kind):
-                    return self._add(kind, work, x)
+                if self._is_due(key):
+                    return self._add(key, work, x)
         return work(x).clone()
 
     def release(self) -> None:
-        """Drop all graphs and free their memory; later calls record new ones."""
+        """Drop all graphs and free their memory; later calls capture new ones."""
         with self._lock:
             self._drop()
 
-    def _replays(self, module: nn.Module) -> bool:
+    def _may_replay(self, module: nn.Module) -> bool:
+        """Drops the graphs of a module that has changed; returns whether its submodules need not be called."""
         if self._module is None or not self._module.is_current(module):
             self._drop()
             self._module = _ModuleState(module)
@@ -127,42 +129,42 @@ class InferenceGraphs:
         self._calls.clear()
         self._module = None
 
-    def _is_due(self, kind: Hashable) -> bool:
-        """Counts a call of a kind without a graph; whether it is time to record one."""
-        calls = self._calls.pop(kind, 0) + 1
-        self._calls[kind] = calls
-        if len(self._calls) > _MOST_KINDS:
+    def _is_due(self, key: Hashable) -> bool:
+        """Counts a call with a key that has no graph; returns whether to capture one now."""
+        calls = self._calls.pop(key, 0) + 1
+        self._calls[key] = calls
+        if len(self._calls) > _MAX_COUNTED_KEYS:
             self._calls.popitem(last=False)
-        # where more kinds take turns than there is room for, recording them again and again would take the time
+        # each eviction delays captures, so that keys that evict each other in turns are not captured all the time
         return calls >= _EAGER_CALLS + self._evicted
 
-    def _add(self, kind: Hashable, work: Work, x: Tensor) -> Tensor:
-        """Runs the work eagerly, then records it."""
+    def _add(self, key: Hashable, work: Work, x: Tensor) -> Tensor:
+        """Runs the work eagerly, then captures it; returns the output."""
         with torch.inference_mode():
             buffer = torch.empty_like(x).copy_(x)
-        # in this thread, whose handles of libraries must exist, and on this memory, whose alignment kernels look at
+        # in this thread, whose library handles a capture cannot create, and on memory of the same alignment
         result = work(buffer).clone()
         try:
             graph, y = self._device.capture(lambda: work(buffer))
-        except Exception as error:  # a device fails in ways of its own
+        except Exception as error:  # captures may raise any error
             self._drop()
             self.problem = capture_failure(error)
             return result
-        del self._calls[kind]
-        self._graphs[kind] = _InferenceGraph(graph, buffer, y)
-        if len(self._graphs) > _MOST_GRAPHS:
+        del self._calls[key]
+        self._graphs[key] = _InferenceGraph(graph, buffer, y)
+        if len(self._graphs) > _MAX_GRAPHS:
             self._graphs.popitem(last=False)
             self._evicted += 1
         return result
 
 
 class _ModuleState:
-    """The submodules of a module, their tensors and hooks, to be compared at every call."""
+    """The submodules of a module, their tensors and hooks, which are compared with the current ones at every call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = list(cast("Iterable[nn.Module]", module.modules()))
         self._hooks = [table for each in self._modules for table in hook_tables(each)]
-        # registered ones alone: what others have, such as the weights of a FusedConv, cannot be replaced
+        # other attributes are not compared: those of frozen modules, such as weights of a FusedConv, do not change
         names = ("_modules", "_parameters", "_buffers")
         self._tables: list[dict[str, object]] = [vars(each)[name] for each in self._modules for name in names]
         self._values = self._current()
@@ -170,7 +172,7 @@ class _ModuleState:
         self._addresses = [each.data_ptr() for each in self._tensors]
 
     def is_current(self, module: nn.Module) -> bool:
-        """Whether it is the state of this module, of which nothing was replaced."""
+        """Whether this is the state of the module, with no submodule, parameter or buffer replaced."""
         now = self._current()
         return (
             self._modules[0] is module
@@ -180,7 +182,7 @@ class _ModuleState:
         )
 
     def needs_calls(self) -> bool:
-        """Whether its modules must be called: for hooks, or because one is in training mode."""
+        """Whether submodules must be called: for hooks, or because one is in training mode."""
         return any(self._hooks) or any(each.training for each in self._modules)
 
     def _current(self) -> list[object]:
@@ -188,7 +190,7 @@ class _ModuleState:
 
 
 class _Stream:
-    """What the graphs that are replayed on one stream share; those of another may run at the same time."""
+    """The capture stream and memory pool of graphs for one stream; graphs of other streams may run concurrently."""
 
     def __init__(self) -> None:
         self.capture_stream = torch.cuda.Stream()
@@ -197,7 +199,7 @@ class _Stream:
 
 
 class CudaInference:
-    """CUDA graphs. Those for one stream share their memory: the device replays them one after the other.
+    """A GPU. The graphs for one stream share their memory, as the GPU runs them one after another.
 
     Args:
         device: the GPU.
@@ -223,13 +225,11 @@ class CudaInference:
             _C._cuda_getCurrentRawStream(index),
             tiles,
             _C._get_fp32_precision_getter("cuda", "conv"),
-            _C._get_fp32_precision_getter("cuda", "matmul"),
             _C._get_deterministic_algorithms(),
             _C._get_cudnn_enabled(),
             _C._get_cudnn_benchmark(),
             _C._get_cudnn_deterministic(),
-            _C._get_cublas_allow_bf16_reduced_precision_reduction(),
-            _C._get_cublas_allow_fp16_reduced_precision_reduction(),
+            *matmul_settings(),
         )
 
     def capture(self, work: Callable[[], T]) -> tuple[DeviceGraph, T]:

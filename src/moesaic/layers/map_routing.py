@@ -1,4 +1,4 @@
-"""What `PatchMoE` and `TokenMoE` share: routing a map by a router, and running experts on the slots of soft routing."""
+"""Shared parts of `PatchMoE` and `TokenMoE`: routing of a map, and experts on the slots of soft routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesaic.ops.hook_detection import has_hooks
 from moesaic.routing import ExpertChoice
 from moesaic.routing_record import Routing
 
-__all__ = ["check_agreement", "choice_for_experts", "only_experts_need", "route_map", "run_at_once", "run_slots"]
+__all__ = ["check_agreement", "choice_for_experts", "route_map", "routing_is_internal", "run_fused", "run_slots"]
 
 
 def route_map(
@@ -50,8 +50,8 @@ def route_map(
     return routing, selection
 
 
-def run_at_once(layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec) -> Tensor | None:
-    """Routes a map (B, C, H, W) and runs the experts as one operator; None where that cannot be."""
+def run_fused(layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec) -> Tensor | None:
+    """Routes a map (B, C, H, W) and runs the experts, as one operator; None where that is not possible."""
     choice = choice_for_experts(layer, router, experts, x, spec)
     return None if choice is None else experts.run_chosen(x, choice, spec)
 
@@ -59,8 +59,8 @@ def run_at_once(layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tens
 def choice_for_experts(
     layer: RoutedLayer, router: nn.Module, experts: Experts, x: Tensor, spec: PatchSpec
 ) -> PatchChoice | None:
-    """The expert choice that is to be made of a map, if nobody but the experts asks for it; else None."""
-    if not (isinstance(router, ExpertChoice) and _is_plain(router) and only_experts_need(layer, experts)):
+    """Returns the expert choice to make of a map if only the experts read its routing; else None."""
+    if not (isinstance(router, ExpertChoice) and _is_plain(router) and routing_is_internal(layer, experts)):
         return None
     if router.experts != len(experts) or router.patch_size != spec.patch_size:
         return None
@@ -72,8 +72,8 @@ def _is_plain(router: ExpertChoice) -> bool:
     return getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
 
 
-def only_experts_need(layer: RoutedLayer, experts: Experts) -> bool:
-    """Whether nobody but the experts needs the gradient of a routing's scores and gates, in a forward pass."""
+def routing_is_internal(layer: RoutedLayer, experts: Experts) -> bool:
+    """Whether only the experts read the routing of a forward pass, so that only they need its gradients."""
     if layer.has_routing_hooks or experts.dispatcher is not None or has_hooks(experts):
         return False
     return type(experts).forward in (ConvExperts.forward, MLPExperts.forward)

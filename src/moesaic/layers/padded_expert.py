@@ -1,7 +1,7 @@
-"""Experts that run on their samples filled up with others: which can, and how.
+"""Experts on padded samples, and the conditions under which an expert can run on them.
 
-An expert is traced (`moesaic.experts.expert_trace`). All of its operations must leave samples apart, but for BatchNorm,
-which leaves out those that fill up (`moesaic.ops.padded_batch_norm`).
+An expert is traced (`moesaic.experts.expert_trace`). Each of its operations must treat samples independently, except
+for BatchNorm, which excludes the padding (`moesaic.ops.padded_batch_norm`).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _MAP_AXES: dict[type[nn.Module], int] = {
 _LAYERS = {*_BATCH_NORMS, *_ELEMENTWISE, *_DROPOUTS, *_MAP_AXES, nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Flatten}
 
 BatchNormRule = Callable[[Any, Tensor], Tensor]
-"""``rule(norm, x)`` returns what a BatchNorm in training returns for samples of which not all count."""
+"""``rule(norm, x)`` returns the output of a BatchNorm in training on padded samples."""
 
 
 class PaddedExpert:
-    """The operations of an expert; raises `NotPerSampleError` if it is not known that they leave samples apart.
+    """The operations of an expert; raises `NotPerSampleError` if not all are known to treat samples independently.
 
     >>> expert = PaddedExpert(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
     >>> x = torch.randn(5, 4)
@@ -63,32 +63,34 @@ class PaddedExpert:
         for place, operation in enumerate(self.operations):
             for number in _numbers((operation.args, operation.kwargs)):
                 last[number] = place
-        self._done = [[number for number, at in last.items() if at == place] for place in range(len(self.operations))]
-        """Results that no later operation reads, by operation."""
-        self._known: set[tuple[torch.Size, torch.dtype]] = set()
-        """Shapes and dtypes of samples for which a pass has gone through."""
+        self._released = [
+            [number for number, at in last.items() if at == place] for place in range(len(self.operations))
+        ]
+        """Results that are read by this operation last, by operation."""
+        self._supported: set[tuple[torch.Size, torch.dtype]] = set()
+        """Shapes and dtypes of samples on which the expert has run."""
 
     def layers(self) -> list[nn.Module]:
-        """Returns the layers that it calls."""
+        """Returns the layers that the expert calls."""
         found = [operation.target for operation in self.operations if operation.kind == "call_module"]
         return list({id(layer): layer for layer in found}.values())
 
     def with_parameters(self, replaced: Mapping[int, Tensor]) -> PaddedExpert:
-        """Returns the same operations with other parameters, by the ids of those for which they stand."""
-        twins: dict[int, nn.Module] = {}
+        """Returns the expert with other parameters, by the ids of those that they replace."""
+        copies: dict[int, nn.Module] = {}
         for layer in self.layers():
-            twin = twins[id(layer)] = copy.copy(layer)
+            copied = copies[id(layer)] = copy.copy(layer)
             parameters = cast("dict[str, Tensor | None]", vars(layer)["_parameters"])
-            vars(twin)["_parameters"] = {name: replaced.get(id(each), each) for name, each in parameters.items()}
+            vars(copied)["_parameters"] = {name: replaced.get(id(each), each) for name, each in parameters.items()}
         found = copy.copy(self)
         found.operations = [
-            replace(each, target=twins[id(each.target)]) if each.kind == "call_module" else each
+            replace(each, target=copies[id(each.target)]) if each.kind == "call_module" else each
             for each in self.operations
         ]
         return found
 
     def run(self, rows: Tensor, count: int, *, update: bool = True) -> Tensor:
-        """Returns the outputs of the first ``count`` of the rows (S, …); the others repeat the last one.
+        """Returns the outputs of the first ``count`` of the rows (S, …); the other rows repeat the last of these.
 
         ``update``: whether running statistics are updated.
         """
@@ -96,28 +98,28 @@ class PaddedExpert:
         def batch_norm(norm: Any, x: Tensor) -> Tensor:
             return _norm_first(norm, x, count, update)
 
-        kind = rows.shape[1:], rows.dtype
-        before = [] if kind in self._known else [(each, each.clone()) for each in self.module.buffers()]
+        layout = rows.shape[1:], rows.dtype
+        before = [] if layout in self._supported else [(each, each.clone()) for each in self.module.buffers()]
         try:
             output = self.call(rows, batch_norm)
         except NotPerSampleError:
-            with torch.no_grad():  # a pass that was begun in vain leaves no trace
+            with torch.no_grad():  # undo the updates of the operations before
                 for buffer, value in before:
                     buffer.copy_(value)
             raise
-        self._known.add(kind)
+        self._supported.add(layout)
         return output[:count]
 
     def call(self, rows: Tensor, batch_norm: BatchNormRule) -> Tensor:
-        """Returns the outputs of all rows (S, …), with BatchNorms in training as given."""
+        """Returns the outputs of all rows (S, …); ``batch_norm`` is the rule for BatchNorms in training."""
         results: list[Any] = [rows]
-        for operation, done in zip(self.operations[:-1], self._done, strict=False):
+        for operation, released in zip(self.operations[:-1], self._released, strict=False):
             args, kwargs = _values((operation.args, operation.kwargs), results)
             if operation.kind == "call_module":
                 results.append(_call_layer(operation.target, args[0], batch_norm))
             else:
                 results.append(call_per_sample(operation.target, args, kwargs))
-            for number in done:
+            for number in released:
                 results[number] = None
         output = results[self.operations[-1].args[0].number]
         if not isinstance(output, Tensor):
@@ -132,7 +134,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _check(operation: Operation) -> None:
-    """Refuses what mixes samples or draws random numbers for each, as far as that is known before it runs."""
+    """Raises `NotPerSampleError` for a call that is known to mix samples or to draw random numbers."""
     if operation.kind == "call_module":
         layer = operation.target
         name = type(layer).__name__
@@ -162,7 +164,7 @@ def _call_layer(layer: Any, x: Any, batch_norm: BatchNormRule) -> Tensor:
 
 
 def _norm_first(norm: Any, x: Tensor, count: int, update: bool) -> Tensor:
-    """What a BatchNorm in training returns for the first samples, followed by repetitions of the last of them."""
+    """Returns the output of a BatchNorm in training, with the statistics of the first ``count`` samples."""
     if update and count == len(x):
         return norm(x)
     if count * x.shape[2:].numel() == 1:
@@ -179,7 +181,7 @@ def _norm_first(norm: Any, x: Tensor, count: int, update: bool) -> Tensor:
 
 
 def _numbers(argument: Any) -> Iterable[int]:
-    """The numbers of all results in arguments."""
+    """Yields the numbers of all results among arguments."""
     if isinstance(argument, Result):
         yield argument.number
     elif isinstance(argument, dict):
@@ -190,7 +192,7 @@ def _numbers(argument: Any) -> Iterable[int]:
 
 
 def _values(argument: Any, results: Sequence[Any]) -> Any:
-    """Arguments with the results themselves."""
+    """Returns arguments with the values of results."""
     if isinstance(argument, Result):
         return results[argument.number]
     if isinstance(argument, dict):

@@ -1,4 +1,4 @@
-"""The experts of a list in the form that runs on padded samples, for as long as their modules stay as they are."""
+"""Cache of a layer's experts as they run on padded samples: an entry is valid while the expert does not change."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from moesaic.ops.per_sample_functions import NotPerSampleError
 
 __all__ = ["PaddedExperts"]
 
-_MOST_STATES = 2
-"""Forms of an expert that are stored: one for training, one for evaluation."""
+_MAX_ENTRIES = 2
+"""Entries per expert: one for training, one for evaluation."""
 
-_Form = ExpertGraphs | NotPerSampleError
+_PaddedForm = ExpertGraphs | NotPerSampleError
 
 
 class PaddedExperts:
-    """Each expert of a layer in the form that runs on padded samples. Copies of it are empty."""
+    """The experts of a layer as they run on padded samples. A copy of the cache is empty."""
 
     def __init__(self) -> None:
-        self._forms: dict[int, list[tuple[nn.Module, ModuleStates, _Form]]] = {}
-        """The latest first."""
+        self._forms: dict[int, list[tuple[nn.Module, ModuleStates, _PaddedForm]]] = {}
+        """Entries by expert, the most recently used first."""
         self._lock = Lock()
 
-    def find(self, experts: nn.ModuleList) -> list[ExpertGraphs | NotPerSampleError]:
+    def find(self, experts: nn.ModuleList) -> list[_PaddedForm]:
         """Returns each expert, or the reason why it cannot run on padded samples."""
         if has_hooks(experts):
             return [NotPerSampleError("all modules have hooks")] * len(experts)
@@ -38,12 +38,12 @@ class PaddedExperts:
             return [self._find(e, expert) for e, expert in enumerate(experts)]
 
     def refuse(self, e: int, reason: NotPerSampleError) -> None:
-        """Stores a reason that only a pass has shown, so that no other pass is begun in vain."""
+        """Stores why an expert cannot run on padded samples, if only a pass has shown it; later passes do not try."""
         with self._lock:
             expert, states, _ = self._forms[e][0]
             self._forms[e][0] = expert, states, reason.with_traceback(None)
 
-    def _find(self, e: int, expert: nn.Module) -> _Form:
+    def _find(self, e: int, expert: nn.Module) -> _PaddedForm:
         forms = self._forms.setdefault(e, [])
         for place, (module, states, form) in enumerate(forms):
             if module is expert and not states.changed():
@@ -56,7 +56,7 @@ class PaddedExperts:
         except NotPerSampleError as error:
             form = error.with_traceback(None)
         forms.insert(0, (expert, states, form))
-        del forms[_MOST_STATES:]
+        del forms[_MAX_ENTRIES:]
         return form
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PaddedExperts:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moesaic.argument_checks import check_choice, check_positive, nearest_divisors
 from moesaic.experts import ConvExperts, Experts
-from moesaic.layers.map_routing import check_agreement, only_experts_need, route_map, run_at_once, run_slots
+from moesaic.layers.map_routing import check_agreement, route_map, routing_is_internal, run_fused, run_slots
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
 from moesaic.ops.eager_conditions import in_vmap
@@ -165,8 +165,8 @@ class PatchMoE(RoutedLayer):
         check_tensor("PatchMoE", x, "maps (B, C, H, W)")
         plain = x.is_contiguous() or in_vmap()  # which knows no other memory format
         memory_format = torch.contiguous_format if plain else torch.channels_last
-        padded = self.readable(x)
-        y = run_at_once(self, self.router, self.experts, padded, self.spec)
+        padded = self.expert_input(x)
+        y = run_fused(self, self.router, self.experts, padded, self.spec)
         if y is None:
             y = self._run(padded, (x.shape[2], x.shape[3]))
         if padded.shape != x.shape:
@@ -177,14 +177,14 @@ class PatchMoE(RoutedLayer):
         """Checks a map, pads it, puts it in channels_last, routes it and calls the routing hooks.
 
         Returns:
-            The map as the experts read it, its routing, and the state of the choice where kernels made it.
+            The map that the experts read, its routing, and the state of the choice if kernels made it.
         """
-        padded = self.readable(x)
+        padded = self.expert_input(x)
         routing, selection = self._route_to_experts(padded, (x.shape[2], x.shape[3]))
         return padded, routing, selection
 
-    def readable(self, x: Tensor) -> Tensor:
-        """A map as the experts read it, checked."""
+    def expert_input(self, x: Tensor) -> Tensor:
+        """Returns the map that the experts read: checked, padded, and in channels_last."""
         self._check_input(x)
         padded = self._padded(x)
         return padded if in_vmap() else padded.contiguous(memory_format=torch.channels_last)
@@ -219,7 +219,7 @@ class PatchMoE(RoutedLayer):
         return self.experts(padded, routing, self.spec, selection)
 
     def _route_to_experts(self, padded: Tensor, size: tuple[int, int]) -> tuple[Routing, PatchSelection | None]:
-        routing, selection = self._route(padded, size, only_experts_need(self, self.experts))
+        routing, selection = self._route(padded, size, routing_is_internal(self, self.experts))
         self._call_routing_hooks(routing)
         return routing, selection
 

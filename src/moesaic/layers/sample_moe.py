@@ -57,17 +57,17 @@ class SampleMoE(RoutedLayer):
         noise_scale: factor of the noise.
         noise_in_eval: whether noise is added in eval mode too, as in the released code.
         generator: random number generator of the noise.
-        pad: whether samples of experts in a list fill up few repeated sizes; see below. None: on GPUs with
-            ``torch.backends.cudnn.benchmark``, where a new number of samples costs minutes; True: on every device, and
-            an error if an expert cannot; False: never.
+        pad: whether samples of experts in a list are padded to few batch sizes; see below. None: on GPUs with
+            ``torch.backends.cudnn.benchmark``, where a new batch size costs minutes; True: on every device, and an
+            error if an expert cannot run on padded samples; False: never.
 
-    A GPU's library of convolutions plans them anew for each number of samples, which is another one in every step. With
-    ``pad`` the samples of an expert are filled up with repetitions of the last one to a multiple of a quarter of the
-    mean load. These have no output, and BatchNorm leaves them out: outputs, gradients and statistics are those of the
-    samples alone. As sizes repeat, training passes of an expert are replayed from CUDA graphs. Experts get their
-    samples alone if they draw random numbers, route, have hooks or do what is not known to leave samples apart; under
-    ``torch.compile``, export and transforms; and in batches that are spread over processes. Code of an expert's own
-    ``forward`` runs when it is traced, not in every pass.
+    cuDNN selects algorithms for each batch size, and the load of an expert differs from step to step. With ``pad`` the
+    samples of an expert are padded with repetitions of the last one to a multiple of a quarter of the mean load. The
+    outputs of padding are dropped, and BatchNorm excludes it: outputs, gradients and statistics are those of the
+    samples alone. As sizes repeat, training passes of an expert are replayed from CUDA graphs. Samples are not padded
+    for experts that draw random numbers, route, have hooks or may mix samples; under ``torch.compile``, export and
+    transforms; and in batches that are spread over processes. Code of an expert's own ``forward`` runs when the expert
+    is traced, not in every pass.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -163,7 +163,7 @@ class SampleMoE(RoutedLayer):
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
     def _may_pad(self, x: Tensor, routing: Routing) -> bool:
-        # rows that fill up take time; benchmarks of every new size take more, by far
+        # padded rows take time; cuDNN's benchmarks of each new batch size take far more
         wanted = x.device.type == "cuda" and torch.backends.cudnn.benchmark if self.pad is None else self.pad
         if not wanted:
             return False
@@ -172,7 +172,7 @@ class SampleMoE(RoutedLayer):
         return x.is_floating_point() and routing.batch > 0
 
     def _run_padded(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]]:
-        """Runs the experts of a list on samples that fill up repeated sizes, and returns which did not run."""
+        """Runs the experts of a list on padded samples, and returns which did not run."""
         assert isinstance(self.experts, nn.ModuleList)
         found = self._padded.find(self.experts)
         for e, expert in enumerate(found):

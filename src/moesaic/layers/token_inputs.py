@@ -1,4 +1,4 @@
-"""What layers on tokens (B, N, C) share: checks of their input, and the grid that tokens have on the image."""
+"""Shared parts of layers on tokens (B, N, C): checks of the input, and the grid of tokens on the image."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.experts import Experts, MLPExperts
 from moesaic.experts.mlp_experts import ActivationName
-from moesaic.layers.map_routing import check_agreement, only_experts_need, route_map, run_at_once, run_slots
+from moesaic.layers.map_routing import check_agreement, route_map, routing_is_internal, run_fused, run_slots
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_inputs import TokenGrid, check_grid, check_tokens, token_grid
 from moesaic.ops import PatchSpec
@@ -156,7 +156,7 @@ class TokenMoE(RoutedLayer):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Runs the experts on tokens; those where ``mask`` (B, N) is False are padding and have the output 0."""
         x_map, mask, grid = self._map_of(x, mask)
-        y = run_at_once(self, self.router, self.experts, x_map, _SPEC) if mask is None else None
+        y = run_fused(self, self.router, self.experts, x_map, _SPEC) if mask is None else None
         if y is None:
             y = self._run(x_map, mask, grid)
         y = self.drop(y.squeeze(2).transpose(1, 2))
@@ -191,7 +191,7 @@ class TokenMoE(RoutedLayer):
 
     def _run(self, x_map: Tensor, mask: Tensor | None, grid: tuple[int, int] | None) -> Tensor:
         """Routes the map, calls the routing hooks, and runs the experts."""
-        detached = only_experts_need(self, self.experts)
+        detached = routing_is_internal(self, self.experts)
         routing, selection = route_map("TokenMoE", self.router, x_map, len(self.experts), 1, mask, detached=detached)
         self._call_routing_hooks(self._record(routing, grid))
         if routing.chooser == "soft":

@@ -1,8 +1,8 @@
 """Custom operators that eager code calls without torch's dispatcher.
 
 A call of a ``torch.library.custom_op`` takes the host tens of microseconds, as long as several kernels: the schema is
-matched, arguments are flattened, outputs are checked for aliases. Tracing and dispatch modes need that. Eager code does
-not: there a `DirectOperator` runs the same implementation, with the same gradient in a `torch.autograd.Function`.
+matched, arguments are flattened, outputs are checked for aliases. Tracing and dispatch modes need that, eager code does
+not: in eager mode a `DirectOperator` runs the same implementation, with its gradient in a `torch.autograd.Function`.
 """
 
 from __future__ import annotations
@@ -17,46 +17,53 @@ import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from moesaic.ops.plan_cache import LaunchPlans, Parts, parts_of
+from moesaic.ops.plan_cache import FlatArguments, LaunchPlans, flatten
 
 __all__ = ["DirectOperator", "JointOperator", "direct_operator", "joint_operator"]
 
-_PLAIN = {Tensor, nn.Parameter}
+_PLAIN_TYPES = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
 _keys: Any = _C.DispatchKeySet
-_EXCLUDED = (
-    _keys(_C.DispatchKey.ADInplaceOrView) | _keys(_C.DispatchKey.AutocastCUDA) | _keys(_C.DispatchKey.AutocastCPU)
+_KEYS_ABOVE = (
+    _keys(_C.DispatchKey.AutogradCPU)
+    | _keys(_C.DispatchKey.AutogradCUDA)
+    | _keys(_C.DispatchKey.ADInplaceOrView)
+    | _keys(_C.DispatchKey.AutocastCPU)
+    | _keys(_C.DispatchKey.AutocastCUDA)
 )
-"""What stands above an operator's own work. Without views: a permuted output would count as a view made inside of a
-function, which autograd does not let the next layer change in place. Without autocast: under it a backward pass would
-record other matmuls than without."""
+"""Dispatch keys above an implementation, which it runs without.
+
+Autograd: the gradient is the operator's own. ADInplaceOrView: a permuted output would be a view made inside of an
+autograd function, which the next layer may not change in place. Autocast: a backward pass runs outside of it, and would
+record other matmuls under it.
+"""
 
 
-class _Given(threading.local):
-    """Parts of the arguments that a function of autograd is about to be applied to."""
+class _FlattenedCall(threading.local):
+    """Flattened arguments of a call, for the autograd function that it applies, which need not flatten them again."""
 
     arguments: tuple[Any, ...] = ()
-    parts: Parts | None = None
+    flat: FlatArguments | None = None
 
-    def take(self, arguments: tuple[Any, ...]) -> Parts:
-        """The parts of these arguments, if they are the given ones; autograd may have unwrapped some."""
-        given, parts = self.arguments, self.parts
-        self.arguments, self.parts = (), None
-        if parts is None or len(given) != len(arguments) or not all(map(is_, given, arguments)):
-            return parts_of(arguments)
-        return parts
+    def take(self, arguments: tuple[Any, ...]) -> FlatArguments:
+        """Returns these arguments flattened, anew if autograd has unwrapped some of them; forgets the call."""
+        expected, flat = self.arguments, self.flat
+        self.arguments, self.flat = (), None
+        if flat is None or len(expected) != len(arguments) or not all(map(is_, expected, arguments)):
+            return flatten(arguments)
+        return flat
 
 
-_given = _Given()
+_flattened_call = _FlattenedCall()
 
 
 class DirectOperator:
-    """An operator: called directly on plain tensors in eager mode, through the dispatcher otherwise.
+    """An operator that is called directly on plain tensors in eager mode, and through the dispatcher otherwise.
 
     Args:
         name: Qualified name, such as ``"moesaic::patch_conv"``.
         implementation: Computes the outputs; its annotations give the schema.
-        mutates: Names of the arguments that it changes in place.
+        mutates: Names of the arguments that the implementation changes in place.
     """
 
     def __init__(self, name: str, implementation: Callable[..., Any], mutates: Sequence[str] = ()) -> None:
@@ -64,119 +71,121 @@ class DirectOperator:
 
         @wraps(implementation)
         def planned(*arguments: Any) -> Any:
-            with _C._ExcludeDispatchKeyGuard(_EXCLUDED):
+            with _C._ExcludeDispatchKeyGuard(_KEYS_ABOVE):
                 return plans(*arguments)
 
         self.operator: Any = custom_op(name, planned, mutates_args=tuple(mutates))
-        self._describe(implementation, plans, mutates)
+        self._set_up(implementation, plans, mutates)
 
-    def _describe(self, implementation: Callable[..., Any], plans: LaunchPlans, mutates: Sequence[str]) -> None:
+    def _set_up(self, implementation: Callable[..., Any], plans: LaunchPlans, mutates: Sequence[str]) -> None:
         self.__name__, self.__doc__ = implementation.__name__, implementation.__doc__
         self._implementation = plans
-        self._function: type[torch.autograd.Function] | None = None
+        self._autograd_function: type[torch.autograd.Function] | None = None
         parameters = implementation.__code__.co_varnames[: implementation.__code__.co_argcount]
         self._mutated = tuple(parameters.index(each) for each in mutates)
 
-    def run(self, arguments: tuple[Any, ...], parts: Parts) -> Any:
-        """Computes the outputs below autograd, as the dispatcher does; ``parts`` are those of the arguments."""
-        with _C._ExcludeDispatchKeyGuard(_EXCLUDED):
-            return self._implementation.call(arguments, parts)
+    def run(self, arguments: tuple[Any, ...], flat: FlatArguments) -> Any:
+        """Computes the outputs below autograd, as the dispatcher does; ``flat``: the same arguments."""
+        with _C._ExcludeDispatchKeyGuard(_KEYS_ABOVE):
+            return self._implementation.call(arguments, flat)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Registers the implementation for tracing, as ``torch.library`` does."""
+        """Registers the implementation for tracing, as ``torch.library.register_fake`` does."""
         return self.operator.register_fake(fake)
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Registers the gradient, as ``torch.library`` does, for both ways of calling."""
+        """Registers the gradient for eager and dispatched calls, as ``torch.library.register_autograd`` does."""
         self.operator.register_autograd(backward, setup_context=setup_context)
-        self._function = _function(self.run, backward, setup_context)
+        self._autograd_function = _autograd_function(self.run, backward, setup_context)
 
     def without_gradient(self, *arguments: Any) -> Any:
-        """The same with outputs that have no gradient, of an operator that changes none of its arguments."""
-        parts = parts_of(arguments)
-        if _needs_dispatch(parts.tensors):
+        """Calls an operator that changes no arguments; its outputs have no gradient, as under ``torch.no_grad()``."""
+        flat = flatten(arguments)
+        if _needs_dispatch(flat.tensors):
             with torch.no_grad():
                 return self.operator(*arguments)
-        return self.run(arguments, parts)
+        return self.run(arguments, flat)
 
     def __call__(self, *arguments: Any) -> Any:
-        parts = parts_of(arguments)
-        tensors = parts.tensors
+        flat = flatten(arguments)
+        tensors = flat.tensors
         if _needs_dispatch(tensors):
             return self.operator(*arguments)
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):  # noqa: C419  faster
-            if self._function is None:  # has no gradient: the dispatcher says so when one is asked for
+            if self._autograd_function is None:  # the dispatcher raises torch's own error in the backward pass
                 return self.operator(*arguments)
-            _given.arguments, _given.parts = arguments, parts
-            output = cast("Any", self._function).apply(*arguments)
+            _flattened_call.arguments, _flattened_call.flat = arguments, flat
+            output = cast("Any", self._autograd_function).apply(*arguments)
         else:
-            output = self.run(arguments, parts)
+            output = self.run(arguments, flat)
         if self._mutated:
-            torch.autograd.graph.increment_version(parts_of([arguments[place] for place in self._mutated]).tensors)
+            torch.autograd.graph.increment_version(flatten([arguments[place] for place in self._mutated]).tensors)
         return output
 
 
 class JointOperator(DirectOperator):
-    """Several operators that eager code runs as one: one call, one plan, one node of autograd.
+    """Several operators fused for eager mode: one call, one plan, one autograd node.
 
-    Where the dispatcher is needed they are called one after the other. As it is no operator of torch itself, it may
-    have a gradient and change arguments, such as running statistics, which torch does not let an operator do.
+    Where the dispatcher is needed, its decomposition into those operators runs. A joint operator is not registered with
+    torch, so that it may both have a gradient and change arguments, such as running statistics.
 
     Args:
-        implementation: Computes the outputs of all.
-        apart: The same from operators, for compilers, modes and transforms.
-        mutates: Names of the arguments that it changes in place.
+        implementation: Computes the outputs of all operators.
+        decomposition: Computes the same by separate operators, for compilers, modes and transforms.
+        mutates: Names of the arguments that the implementation changes in place.
     """
 
     def __init__(
-        self, implementation: Callable[..., Any], apart: Callable[..., Any], mutates: Sequence[str] = ()
+        self, implementation: Callable[..., Any], decomposition: Callable[..., Any], mutates: Sequence[str] = ()
     ) -> None:
-        self.operator = apart
-        self._describe(implementation, LaunchPlans(implementation, mutates=bool(mutates)), mutates)
+        self.operator = decomposition
+        self._set_up(implementation, LaunchPlans(implementation, mutates=bool(mutates)), mutates)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         raise TypeError(f"{self.__name__}: its operators have fake implementations; it needs none")
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Registers the gradient."""
-        self._function = _function(self.run, backward, setup_context)
+        """Registers the gradient of eager calls; the operators of the decomposition have their own."""
+        self._autograd_function = _autograd_function(self.run, backward, setup_context)
 
 
-def _function(
-    run: Callable[[tuple[Any, ...], Parts], Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+def _autograd_function(
+    run: Callable[[tuple[Any, ...], FlatArguments], Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
 ) -> type[torch.autograd.Function]:
-    """What autograd applies instead of an operator."""
+    """Returns the autograd function of eager calls."""
 
-    # setup_context inside of forward: given apart, torch binds the arguments by the signature at every call
+    # forward calls setup_context: for a separate one torch binds the arguments to the signature at every call
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *arguments: Any) -> Any:
-            output = run(arguments, _given.take(arguments))
+            output = run(arguments, _flattened_call.take(arguments))
             setup_context(ctx, arguments, output)
             return output
 
         @staticmethod
         def backward(ctx: Any, *gradients: Any) -> Any:
-            found = backward(ctx, *gradients)
-            # a list of tensors has a list of gradients in an operator, None in a function
-            return tuple([None if isinstance(each, list) else each for each in found])
+            input_gradients = backward(ctx, *gradients)
+            # the gradient of a list of tensors is a list for an operator, but None for an autograd function
+            return tuple([None if isinstance(each, list) else each for each in input_gradients])
 
     return Direct
 
 
 def joint_operator(
-    apart: Callable[..., Any], mutates: Sequence[str] = ()
+    decomposition: Callable[..., Any], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[..., Any]], JointOperator]:
-    """Makes a function a `JointOperator`."""
+    """Returns a decorator that turns an implementation into a `JointOperator`."""
 
     def decorate(implementation: Callable[..., Any]) -> JointOperator:
-        return JointOperator(implementation, apart, mutates)
+        return JointOperator(implementation, decomposition, mutates)
 
     return decorate
 
 
 def direct_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], DirectOperator]:
-    """Makes a function a `DirectOperator`."""
+    """Returns a decorator that turns an implementation into a `DirectOperator`."""
 
     def decorate(implementation: Callable[..., Any]) -> DirectOperator:
         return DirectOperator(name, implementation, mutates)
@@ -185,9 +194,9 @@ def direct_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callabl
 
 
 def _needs_dispatch(tensors: list[Tensor]) -> bool:
-    """Whether something watches or replaces operators: a compiler, a mode, a transform, a subclass of tensors."""
+    """Whether operators may be traced or intercepted: by a compiler, a mode, a transform or a tensor subclass."""
     if torch.compiler.is_compiling():
         return True
     if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active() or _C._get_tracing_state() is not None:
         return True
-    return not _PLAIN.issuperset(map(type, tensors))
+    return not _PLAIN_TYPES.issuperset(map(type, tensors))

@@ -207,7 +207,7 @@ class Samples(Protocol):
 
 
 class StackedExecutor(Protocol):
-    """What runs stacked experts: a backend, or an `ExpertDispatcher` where ranks share the experts."""
+    """The executor of stacked experts: a backend, or an `ExpertDispatcher` where ranks share the experts."""
 
     def conv(
         self,
@@ -271,7 +271,7 @@ class ExpertChoiceBackend(Protocol):
     ) -> PatchSelection | None:
         """Every expert's top patches of a map (B, C, H, W), or None, which leaves the choice to the router.
 
-        If ``detached``, nobody but this backend's ``conv`` or ``mlp`` needs the gradient of scores and gates.
+        If ``detached``, only this backend's ``conv`` or ``mlp`` needs the gradient of scores and gates.
         """
         ...
 
@@ -422,13 +422,13 @@ def run_conv(
 def run_chosen_conv(x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor | None:
     """Makes an expert choice and runs stacked convolutions on it; None where the preferred backend has no such kernels.
 
-    For a map (B, C, H, W) in channels_last whose routing nobody else asks for.
+    For a map (B, C, H, W) in channels_last whose routing only the experts read.
     """
     return _run_chosen("chosen_conv", x, choice, experts, spec)
 
 
 def run_chosen_mlp(x: Tensor, choice: PatchChoice, experts: MLPWeights, spec: PatchSpec) -> Tensor | None:
-    """The same with stacked MLPs."""
+    """Makes an expert choice and runs stacked MLPs on it, as `run_chosen_conv` does convolutions."""
     return _run_chosen("chosen_mlp", x, choice, experts, spec)
 
 

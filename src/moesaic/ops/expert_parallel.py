@@ -4,10 +4,10 @@ A rank routes its own images with its own copy of the router. Then
 
     gather → all-to-all → experts on the patches of all ranks → all-to-all → combine
 
-Only routed values travel, and gates stay at home: the sender applies them, before under ``gate_on="input"`` and
-afterwards under ``"output"``. What comes back of a convolution are the patches' own pixels under ``gate_on="output"``,
-and under ``"input"`` the patches with their halo (`moesaic.ops.patch.patch_halo`). An expert's output on zero input,
-its background, is the same for all images and is gathered once.
+Only routed values are sent. Gates are applied by the sending rank: before the exchange under ``gate_on="input"``, and
+after it under ``"output"``. A convolution returns the patches' own pixels under ``gate_on="output"``, and under
+``"input"`` the patches with their halo (`moesaic.ops.patch.patch_halo`). An expert's output on zero input, its
+background, is the same for all images and is gathered once.
 
 Expert choice sends B·L patches to every expert: equal splits, and no sizes to exchange. Where units choose experts, or
 places are unassigned, ranks first exchange the number of patches of every expert.
@@ -95,7 +95,7 @@ class ExpertDispatcher:
         weights = ConvWeights(self.local(experts.weight), self._local(experts.bias))
         kernel, dtype = weights.weight.shape[3], weights.weight.dtype
         if kernel == 1:
-            spec = replace(spec, context="patch")  # the same, without neighbours
+            spec = replace(spec, context="patch")  # equal for 1×1 kernels, and needs no neighbours
         pixels = RoutedPixels.from_routing(routing, x, spec)
         values = expert_inputs(x, pixels)
         values = values.to(dtype) if norm is None else values

@@ -47,7 +47,7 @@ class GlobalBatch:
 
     @property
     def has_part(self) -> bool:
-        """Whether the part of this rank is known, as in `fit`, which keeps gradients of None."""
+        """Whether the part of this rank is known, as in `fit`, which preserves gradients of None."""
         return self._part is not None
 
     @property
@@ -61,7 +61,7 @@ class GlobalBatch:
 
     @contextmanager
     def part(self, first: int, samples: int, total: int) -> Generator[None]:
-        """Inside, this rank has ``samples`` samples of a batch of ``total``, from number ``first`` on."""
+        """Context in which this rank has ``samples`` samples of a batch of ``total``, from number ``first`` on."""
         before, self._part = self._part, (first, samples, total)
         try:
             yield
@@ -70,7 +70,7 @@ class GlobalBatch:
 
     @contextmanager
     def subset(self) -> Generator[None]:
-        """Inside, samples are some of those of this rank, such as the samples of an expert."""
+        """Context for some of this rank's samples, such as the samples of an expert."""
         before, self._part = self._part, None
         try:
             yield

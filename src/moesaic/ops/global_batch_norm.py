@@ -82,7 +82,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs; tensors but the map are (C,)."""
+    """Values saved for the backward pass; all tensors but the map are (C,)."""
 
     x: Tensor
     weight: Tensor

@@ -1,11 +1,11 @@
-"""Launch plans: what an operator does on the device, recorded once per shape and replayed without its Python code.
+"""Launch plans: the device work of an operator, recorded once per kind of arguments and replayed without its Python.
 
-An operator of ours computes grids, tiles, strides and sizes of workspaces in Python, from the metadata of its arguments
-alone. In eager mode that takes the host several times as long as the GPU needs for the kernels. The first call of a
-kind is recorded (`moesaic.ops.launch_recorder`): allocations, launches of kernels, and the torch operators between
-them. Views are not: they are offsets in the addresses of launches. Later calls of that kind (`moesaic.ops.plan_cache`)
-replay the list with other addresses. Workspaces are released after their last use, so that memory is that of the
-recorded call or less.
+An operator's Python code computes grids, tiles, strides and sizes of workspaces from the metadata of its arguments
+alone. In eager mode that takes the host several times as long as the kernels take the GPU. The first call with
+arguments of a kind (`moesaic.ops.plan_cache`) is recorded (`moesaic.ops.launch_recorder`): allocations, kernel
+launches, and the torch operators between them. Views are recorded as offsets of addresses. Later calls replay these
+steps on other addresses. Workspaces are released after their last use, so that a replay needs no more memory than the
+recorded call.
 
 On the default stream of a GPU, a plan that is called with the same addresses again becomes a CUDA graph
 (`moesaic.ops.operator_graphs`).
@@ -26,27 +26,28 @@ __all__ = ["Place", "Plan", "Step"]
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch.cuda's own functions take three times as long
 
 Step = Callable[[list[Any], list[int], int], None]
-"""``step(slots, addresses, stream)``: does a part of the work of a plan on the memory in its slots."""
+"""``step(slots, addresses, stream)`` runs one step of a plan. A slot holds a tensor, or None for a part of an arena."""
 
 
 class Place(NamedTuple):
-    """Where a tensor lies: in the memory of a slot."""
+    """The position of a tensor in the memory of a slot."""
 
     slot: int
     byte: int
-    """From the start of the slot's tensor."""
+    """Bytes from the start of the slot's tensor."""
     offset: int
+    """Elements from the start of the slot's tensor."""
     size: tuple[int, ...]
     stride: tuple[int, ...]
     whole: bool
-    """Whether it is the slot's tensor itself."""
+    """Whether the tensor is the slot's tensor itself, and no view of it."""
 
     def tensor(self, slots: list[Any]) -> Tensor:
-        """Returns the tensor."""
+        """Returns the tensor, given all slots."""
         return self.of(slots[self.slot])
 
     def of(self, base: Tensor) -> Tensor:
-        """Returns the tensor, given that of its slot."""
+        """Returns the tensor, given the tensor of its slot."""
         return base if self.whole else base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
 
 
@@ -63,7 +64,7 @@ class Plan:
         captured: CapturedOperator | None,
     ) -> None:
         self.captured = captured
-        """The same for CUDA graphs, if it can be captured."""
+        """The operator's work in CUDA graphs; None if it cannot be captured."""
         self._returned: list[tuple[int, Place | None]] | None = None
         self._steps = steps
         self._slots = slots
@@ -72,14 +73,14 @@ class Plan:
         self._aliases = aliases
 
     def fits(self, addresses: list[int]) -> bool:
-        """Whether the inputs that were one tensor are one again."""
+        """Whether inputs that had one address in the recorded call have one address again."""
         for a, b in self._aliases:  # noqa: SIM110  all() takes longer
             if addresses[a] != addresses[b]:
                 return False
         return True
 
     def run(self, inputs: list[Tensor], addresses: list[int]) -> Any:
-        """Does the work on other inputs of the same kind, which lie at these addresses."""
+        """Runs the operator's work on other inputs of the recorded kind, at these addresses."""
         device = inputs[0].get_device()
         stream = _C._cuda_getCurrentRawStream(device) if device >= 0 else 0
         captured = self.captured
@@ -94,7 +95,7 @@ class Plan:
         return self._result(slots)
 
     def result(self, inputs: list[Tensor], outputs: list[Tensor]) -> Any:
-        """What the operator returns, given the memory of its outputs as `CapturedOperator` has it."""
+        """Returns the operator's outputs as views of the memory that `CapturedOperator` allocates for them."""
         if self._returned is None:
             assert self.captured is not None
             known = {slot: len(inputs) + number for number, slot in enumerate(self.captured.output_slots)}

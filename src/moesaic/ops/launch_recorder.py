@@ -1,6 +1,6 @@
-"""Recording of launch plans: notes what an operator allocates, launches and calls while it runs.
+"""Recording of launch plans: the allocations, kernel launches and torch operators of an operator while it runs.
 
-Operators whose Python code reads values of tensors are noticed, and have no plan.
+An operator whose Python code reads values of tensors has no plan.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # some functions have 
 _aten: Any = torch.ops.aten
 
 _LAUNCHES_PER_GRAPH = 3
-"""Launches of kernels that take the host about as long as that of a graph."""
+"""Kernel launches that take the host about as long as one launch of a graph."""
 _LAUNCHES_PER_CALL = 3
-"""Launches that take the host about as long as the call of a torch operator."""
-_SMALL = 1 << 18
-"""Bytes up to which workspaces share an allocation, and stay until the end of the operator."""
-_ALIGNED = 512
-"""As torch's allocator of GPU memory aligns."""
+"""Kernel launches that take the host about as long as one call of a torch operator."""
+_MAX_ARENA_PART = 1 << 18
+"""Bytes of the largest workspace in the arena, which is not released before the operator ends."""
+_ALIGNMENT = 512
+"""Bytes: the alignment of torch's CUDA caching allocator."""
 _ALLOCATIONS = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
@@ -38,9 +38,9 @@ _ALLOCATIONS = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_FAST: dict[Any, Callable[..., Any]] = {_aten.bmm.default: torch.bmm, _aten.bmm.out: torch.bmm}
-"""Functions whose arguments torch parses in C++, faster than those of an overload of an operator."""
-_OUT: dict[Any, Any] = {
+_FAST_CALLS: dict[Any, Callable[..., Any]] = {_aten.bmm.default: torch.bmm, _aten.bmm.out: torch.bmm}
+"""Functions that parse their arguments in C++, faster than an operator overload, by the overload."""
+_OUT_CALLS: dict[Any, Any] = {
     _aten.bmm.default: torch.bmm,
     _aten.mm.default: torch.mm,
     _aten.add.Tensor: torch.add,
@@ -49,11 +49,11 @@ _OUT: dict[Any, Any] = {
     _aten.div.Tensor: torch.div,
     _aten.sum.dim_IntList: torch.sum,
 }
-"""Functions that write to given memory, by what does the same to new memory."""
+"""Functions with an ``out`` argument, by the operator that allocates its output."""
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _COPIES = {_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default}
 _MATMULS = {_aten.bmm.default, _aten.bmm.out, _aten.mm.default, _aten.mm.out}
-_IN_GRAPHS = {
+_CAPTURABLE = {
     _aten.copy_.default,
     _aten.zero_.default,
     _aten.fill_.Scalar,
@@ -65,7 +65,7 @@ _IN_GRAPHS = {
     _aten.bmm.out,
     _aten.mm.out,
 }
-"""Operators on given memory that a CUDA graph can repeat: they draw no numbers and ask the device nothing."""
+"""Operators on given memory that can be captured: without random numbers and host syncs."""
 
 
 class _Active(threading.local):
@@ -76,19 +76,19 @@ _active = _Active()
 
 
 def recorder() -> Recorder | None:
-    """Returns what records the operator that runs in this thread, or None."""
+    """Returns the active recorder of this thread, or None."""
     return _active.recorder
 
 
 class _Unplannable(Exception):
-    """The operator does something that a plan cannot repeat."""
+    """The reason why an operator cannot have a plan."""
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what an operator does with its tensors.
+    """Records the steps of an operator's launch plan.
 
     Args:
-        inputs: tensors among the operator's arguments, in the order in which a replay gets them.
+        inputs: tensors among the operator's arguments, in the order in which replays get them.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -96,35 +96,35 @@ class Recorder(TorchDispatchMode):
         self.problem = ""
         self._steps: list[Step] = []
         self._used: list[set[int]] = []
-        """By step: slots that it reads, writes or makes."""
+        """Slots that each step reads, writes or allocates."""
         self._allocated: dict[int, _Memory] = {}
-        """By step that allocates."""
+        """Memory of allocations, by step."""
         self._returned: dict[int, list[_Memory]] = {}
-        """By step that calls a torch operator: what that allocates."""
+        """Memory that torch operators allocate for their outputs, by step."""
         self._in_graph: list[Step | None] = []
-        """By step: what it does in a graph, whose memory is there from the start."""
+        """Each step as it is captured, on memory that is allocated beforehand; None for nothing."""
         self.uncapturable = ""
-        """Why there can be no graph."""
-        self._multiplies: torch.dtype | None = None
+        """Why the operator cannot be captured in a graph; empty if it can."""
+        self._matmul_dtype: torch.dtype | None = None
         self._devices = {each.device for each in inputs}
         self._as_tensors: set[int] = set()
-        """Slots that are needed as tensors; kernels take addresses."""
+        """Slots that torch operators read as tensors; kernels read addresses."""
         self._slots: dict[int, tuple[int, int, int, torch.dtype]] = {}
         self._storages: list[Any] = []
         self._metadata: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self._inputs = len(inputs)
         self.aliases: list[tuple[int, int]] = []
-        """Pairs of inputs that lie at one address."""
+        """Pairs of inputs at one address."""
         for number, each in enumerate(inputs):
             known = self._slots.get(_storage_of(each).cdata)
-            if known is not None and each.numel():
+            if known is not None:
                 first = inputs[known[0]]
                 if each.data_ptr() != first.data_ptr() or each.dtype != first.dtype:
                     self.problem = "inputs lie in one memory"
                 self.aliases.append((known[0], number))
                 self._metadata.append((tuple(each.shape), each.stride()))
             else:
-                self._add(each)
+                self._add_slot(each)
 
     def __enter__(self) -> Recorder:
         _active.recorder = self
@@ -141,13 +141,13 @@ class Recorder(TorchDispatchMode):
         found = func(*args, **kwargs)
         if not self.problem:
             try:
-                self._note(func, args, kwargs, found)
+                self._add_operator(func, args, kwargs, found)
             except _Unplannable as error:
                 self.problem = str(error)
         return found
 
     def place(self, tensor: Tensor) -> Place:
-        """Returns where a tensor lies."""
+        """Returns the position of a tensor in a slot."""
         known = self._slots.get(_storage_of(tensor).cdata)
         if known is None:
             raise _Unplannable("a tensor comes from outside of the operator")
@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):
         return Place(slot, tensor.data_ptr() - address if tensor.numel() else 0, start, size, stride, whole)
 
     def add_step(self, step: Step, places: Sequence[Place], in_graph: Step | None = None) -> None:
-        """Notes a step on such tensors, and what it does in a graph, if anything."""
+        """Adds a step on tensors at these places; ``in_graph``: the step as it is captured."""
         self._steps.append(step)
         self._in_graph.append(in_graph)
         self._used.append({each.slot for each in places})
@@ -168,9 +168,9 @@ class Recorder(TorchDispatchMode):
     def add_launch(
         self, make: Callable[[list[Any]], Step], arguments: Sequence[Any], *, as_tensors: bool = False
     ) -> None:
-        """Notes the launch of a kernel: ``make`` gets the arguments with places instead of tensors.
+        """Adds the launch of a kernel: ``make`` returns its step, given the arguments with places for tensors.
 
-        ``as_tensors``: its step reads the slots, not only their addresses.
+        ``as_tensors``: the step reads the tensors in the slots, not only their addresses.
         """
         if self.problem:
             return
@@ -186,11 +186,11 @@ class Recorder(TorchDispatchMode):
         self.add_step(launch, places, launch)
 
     def fail(self, problem: str) -> None:
-        """Notes why there is no plan."""
+        """Sets the reason why the operator has no plan."""
         self.problem = problem
 
     def plan(self, result: Any) -> Plan | None:
-        """Returns the plan of the operator that has returned ``result``, or None if there is none."""
+        """Returns the plan of the operator, given what it has returned; None if it cannot have one."""
         if self.problem:
             return None
         try:
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
             last.update(dict.fromkeys(used, number))
         for number, step in enumerate(self._steps):
             memory = self._allocated.get(number)
-            if memory is None or not arena.takes(memory, memory.place.slot in retained | self._as_tensors):
+            if memory is None or not arena.add(memory, memory.place.slot in retained | self._as_tensors):
                 steps.append(step)
             released = [
                 slot for slot in self._used[number] if last[slot] == number and slot not in retained | arena.slots
@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
         return Plan(steps, len(self._metadata), outputs, isinstance(result, Tensor), self.aliases, captured)
 
     def _captured(self, places: list[Place], last: dict[int, int]) -> CapturedOperator | None:
-        """The same for CUDA graphs, with the places that are returned and the step that uses each slot last."""
+        """Returns the work for CUDA graphs, given the outputs' places and the last step that uses each slot."""
         returned = {each.slot for each in places} - set(range(self._inputs))
         memories = [(number, each) for number, each in self._allocated.items()]
         memories += [(number, each) for number, several in self._returned.items() for each in several]
@@ -238,30 +238,32 @@ class Recorder(TorchDispatchMode):
         steps = [each for each in self._in_graph if each is not None]
         launches = sum(step is each for step, each in zip(self._steps, self._in_graph, strict=True))
         pays = launches + _LAUNCHES_PER_CALL * (len(steps) - launches) >= _LAUNCHES_PER_GRAPH
-        return CapturedOperator(steps, len(self._metadata), workspaces, outputs, self._multiplies, *devices, pays=pays)
+        return CapturedOperator(
+            steps, len(self._metadata), workspaces, outputs, self._matmul_dtype, *devices, pays=pays
+        )
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
+    def _add_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any) -> None:
         outputs = _as_tensors(found)
         if not outputs and not _tensors_in((args, kwargs)):
-            return  # a rule about dtypes or sizes, the same for all arguments of the kind
+            return  # such as the promotion of dtypes, which depends on the key of the plan alone
         if not outputs:
             raise _Unplannable(f"{func} returns something else than tensors")
         known = [_storage_of(each).cdata in self._slots for each in outputs]
         if all(known):
             if func._schema.is_mutable:
-                self._call(func, args, kwargs, [])
+                self._add_call(func, args, kwargs, [])
             return  # otherwise a view
         if any(known):
             raise _Unplannable(f"{func} returns views and new tensors")
         if func in _ALLOCATIONS:
             (tensor,) = outputs
-            place = self._add(tensor)
+            place = self._add_slot(tensor)
             self._allocated[len(self._steps)] = _Memory(place, tensor.dtype, tensor.device)
             self.add_step(self._allocated[len(self._steps)].allocate, [place])
             return
-        self._call(func, args, kwargs, outputs)
+        self._add_call(func, args, kwargs, outputs)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Tensor]) -> None:
+    def _add_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], new: list[Tensor]) -> None:
         places: list[Place] = []
 
         def placed(value: Any) -> Any:
@@ -275,32 +277,32 @@ class Recorder(TorchDispatchMode):
 
         given = [placed(each) for each in args]
         named = {name: placed(each) for name, each in kwargs.items()}
-        number, made = len(self._steps), [self._add(each) for each in new]
+        number, made = len(self._steps), [self._add_slot(each) for each in new]
         slots = [each.slot for each in made]
         self._returned[number] = [
             _Memory(place, each.dtype, each.device) for place, each in zip(made, new, strict=True)
         ]
         if func in _MATMULS:
-            self._multiplies = args[0].dtype
+            self._matmul_dtype = args[0].dtype
         in_graph = None
-        if not new and func in _IN_GRAPHS:
-            in_graph = _call(_FAST.get(func) or func, given, named, [])
+        if not new and func in _CAPTURABLE:
+            in_graph = _call(_FAST_CALLS.get(func) or func, given, named, [])
         elif new and func in _ZEROS:
             in_graph = _call(Tensor.zero_, [made[0]], {}, [])
         elif new and func in _COPIES:
             in_graph = _call(Tensor.copy_, [made[0], given[0]], {}, [])
-        elif new and func in _OUT:
-            in_graph = _call(_OUT[func], given, {**named, "out": made[0]}, [])
+        elif new and func in _OUT_CALLS:
+            in_graph = _call(_OUT_CALLS[func], given, {**named, "out": made[0]}, [])
         else:
             self.uncapturable = f"{func} in a graph"
         self._as_tensors.update(slots)
-        self.add_step(_call(_FAST.get(func) or func, given, named, slots), [*places, *made], in_graph)
+        self.add_step(_call(_FAST_CALLS.get(func) or func, given, named, slots), [*places, *made], in_graph)
 
-    def _add(self, tensor: Tensor) -> Place:
-        """A slot for a tensor whose memory is new."""
+    def _add_slot(self, tensor: Tensor) -> Place:
+        """Adds a slot for a tensor with a storage of its own."""
         storage = _storage_of(tensor)
         slot = len(self._metadata)
-        self._storages.append(storage)  # a weak reference: another storage must not get its number
+        self._storages.append(storage)  # while this weak reference lives, no other storage has its address
         self._slots[storage.cdata] = slot, tensor.data_ptr(), int(tensor.storage_offset()), tensor.dtype
         size, stride = tuple(tensor.shape), tensor.stride()
         self._metadata.append((size, stride))
@@ -308,13 +310,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _as_tensors(found: Any) -> list[Tensor]:
-    """The tensors that an operator has returned; none if it has returned something else as well."""
+    """Returns the outputs of an operator as a list; an empty one if not all of them are tensors."""
     outputs: list[Any] = list(cast("Sequence[Any]", found)) if isinstance(found, (list, tuple)) else [found]
     return outputs if all(isinstance(each, Tensor) for each in outputs) else []
 
 
 def _tensors_in(value: Any) -> bool:
-    """Whether a tensor is among arguments."""
+    """Whether there is a tensor among arguments, in containers too."""
     if isinstance(value, dict):
         value = list(cast("dict[str, Any]", value).values())
     if isinstance(value, (list, tuple)):
@@ -331,54 +333,60 @@ def _storage_of(tensor: Tensor) -> Any:
 def _empty(
     size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Callable[[], Tensor]:
-    """Returns what allocates a tensor; on a GPU it is the current one."""
-    # what compiled code calls, without the dispatcher
+    """Returns a function that allocates a tensor, on the current device of its type."""
+    # the functions that code of torch.compile calls, without the dispatcher
     direct = getattr(_C._dynamo.guards, f"_empty_strided_{device.type}", None)
     if direct is not None:
         return partial(direct, size, stride, dtype)
     return partial(torch.empty_strided, size, stride, dtype=dtype, device=device)
 
 
-def _reach(place: Place) -> int:
-    """Elements from a tensor's first to its last."""
-    reach = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
-    return reach if all(place.size) else 0
+def _span(place: Place) -> int:
+    """Returns the number of elements from a tensor's first to its last."""
+    span = sum((size - 1) * stride for size, stride in zip(place.size, place.stride, strict=True)) + 1
+    return span if all(place.size) else 0
 
 
 class _Memory:
-    """Memory that an operator allocates."""
+    """Memory that an operator allocates for a tensor."""
 
     def __init__(self, place: Place, dtype: torch.dtype, device: torch.device) -> None:
         self.place, self.dtype, self.device = place, dtype, device
-        self.bytes = _reach(place) * dtype.itemsize
-        empty = _empty(place.size, place.stride, dtype, device)
-        # there is nothing in it that one call could leave to the next; autograd saves none of inference mode
-        with torch.inference_mode(False):
-            nothing = empty() if not self.bytes else None
-        self.empty: Callable[[], Tensor] = empty if nothing is None else lambda: nothing
+        self.bytes = _span(place) * dtype.itemsize
+        empty = self.empty = _empty(place.size, place.stride, dtype, device)
+        if place.size == (0,):  # a placeholder for no output: all calls share one, which never gets a gradient
+            with torch.inference_mode(False):  # autograd does not save inference tensors
+                shared = empty()
+            self.empty: Callable[[], Tensor] = lambda: shared
 
     def allocate(self, slots: list[Any], addresses: list[int], stream: int) -> None:
         slots[self.place.slot] = tensor = self.empty()
         addresses[self.place.slot] = tensor.data_ptr()
 
     def output(self, first: int, views: list[Place], is_tensor: bool) -> OutputMemory:
-        """The same as memory that is returned, as these views; ``is_tensor``: a step needs it as it was allocated."""
+        """Returns the memory as that of outputs, which are these views.
+
+        Args:
+            first: the step that allocates it.
+            views: places of the outputs in it.
+            is_tensor: whether a step needs the tensor as it is allocated here.
+        """
         place, (view, *others) = self.place, views
         elements = self.bytes // self.dtype.itemsize
-        whole = not others and not view.offset and elements == _reach(view) == math.prod(view.size)
+        whole = not others and not view.offset and elements == _span(view) == math.prod(view.size)
         if is_tensor or not whole or not self.bytes:
             return OutputMemory(place.slot, self.bytes, first, self.empty, False)
         empty = _empty(view.size, view.stride, self.dtype, self.device)
         return OutputMemory(place.slot, self.bytes, first, empty, True)
 
     def workspace(self, first: int, last: int, is_tensor: bool) -> Workspace:
-        """The same as a part of an arena."""
+        """Returns the memory as a part of an arena; arguments are those of `Workspace`."""
         slot, _, _, size, stride, _ = self.place
         return Workspace(slot, self.bytes, first, last, self.dtype, size, stride, is_tensor)
 
 
 class _Arena:
-    """One allocation for the small workspaces of a plan, of which kernels need the addresses alone."""
+    """One allocation for the small workspaces of a plan of which only addresses are needed."""
 
     def __init__(self) -> None:
         self.slots: set[int] = set()
@@ -386,13 +394,13 @@ class _Arena:
         self._bytes = 0
         self._device: torch.device | None = None
 
-    def takes(self, memory: _Memory, needed: bool) -> bool:
-        """Whether the memory is part of it; not if it is ``needed`` as a tensor or after the plan."""
-        if needed or not 0 < memory.bytes <= _SMALL:
+    def add(self, memory: _Memory, needed: bool) -> bool:
+        """Adds small memory that is not ``needed`` as a tensor or after the plan; returns whether it was added."""
+        if needed or not 0 < memory.bytes <= _MAX_ARENA_PART:
             return False
         self.slots.add(memory.place.slot)
         self._starts.append((memory.place.slot, self._bytes))
-        self._bytes += -(-memory.bytes // _ALIGNED) * _ALIGNED
+        self._bytes += -(-memory.bytes // _ALIGNMENT) * _ALIGNMENT
         self._device = memory.device
         return True
 

@@ -1,16 +1,15 @@
-"""CUDA graphs of whole operators, by the addresses on which they work.
+"""CUDA graphs of whole operators, one for each set of addresses of its tensors.
 
-An operator launches up to some twenty kernels, of which each takes the host about as long as a graph of all of them. A
-graph holds the addresses that its kernels had when it was captured, so most programs that use graphs copy their data to
-fixed places. Here nothing is copied. A training loop gets the same addresses from torch's allocator step after step,
-and each set of addresses that is seen again has a graph of its own. With addresses that were never seen, the work is
-done launch by launch.
+An operator launches up to some twenty kernels, each of which takes the host about as long as one graph of all. A graph
+has fixed addresses, so most programs that use graphs copy their data to static buffers. Here nothing is copied: in a
+training loop torch's allocator returns the same addresses step after step, and each set of addresses that occurs again
+gets a graph of its own. On new addresses the work is launched kernel by kernel.
 
-The workspaces of an operator are parts of one allocation, its arena, where those that are not needed at the same time
-share memory; its outputs are allocations of their own, as they live on.
+The workspaces of an operator are parts of one allocation, its arena, where workspaces that are not used at the same
+time share memory. Outputs have allocations of their own, as they outlive the operator.
 
-The driver is called by `ctypes`: torch's own graphs also advance random generators, which takes two launches at every
-replay, and keep every workspace for as long as the graph lives.
+The CUDA driver is called by `ctypes`: torch's own graphs also advance random generators, by two launches per replay,
+and hold the memory of every workspace for as long as the graph lives.
 """
 
 from __future__ import annotations
@@ -25,31 +24,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Arrangement", "CapturedOperator", "Graph", "GraphDriver", "OutputMemory", "Workspace", "arrange", "driver"]
+from moesaic.ops.graph_capture import matmul_settings
 
-_C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch's own functions for these settings take longer
+__all__ = ["Arrangement", "CapturedOperator", "Graph", "GraphDriver", "OutputMemory", "Workspace", "arrange", "driver"]
 
 Launch = Callable[[list[Any], list[int], int], None]
 """``launch(slots, addresses, stream)``, as in `moesaic.ops.launch_plan`."""
 
-_MOST = 128
-"""Sets of input addresses of one plan: layers of one shape share it and differ in the addresses of their weights."""
-_MOST_PER_INPUTS = 8
-"""Graphs for one set of inputs, which differ in where the outputs lie."""
-_TRIALS = 16
-"""Graphs that are captured before it counts how often they were replayed."""
-_WORTH = 4
-"""Replays per capture below which capturing stops: addresses then change all the time."""
-_RELAXED = 2
-"""Capture mode: what other threads call is none of this capture's business."""
-_NON_BLOCKING = 1
-"""A stream that does not wait for the default one, which would end the capture."""
-_ALIGNED = 512
-"""As torch's allocator of GPU memory aligns."""
+_MAX_INPUT_SETS = 128
+"""Sets of input addresses per plan: layers of one shape share a plan, and have weights at different addresses."""
+_MAX_GRAPHS_PER_INPUTS = 8
+"""Graphs per set of input addresses, with outputs at different addresses."""
+_MIN_CAPTURES = 16
+"""Captures before the number of replays decides whether further graphs are captured."""
+_MIN_REPLAYS_PER_CAPTURE = 4
+"""With fewer replays per capture, addresses change all the time, and capturing stops."""
+_CAPTURE_MODE_RELAXED = 2
+"""``CU_STREAM_CAPTURE_MODE_RELAXED``: calls of other threads do not invalidate the capture."""
+_STREAM_NON_BLOCKING = 1
+"""``CU_STREAM_NON_BLOCKING``: no synchronisation with the default stream, which would invalidate the capture."""
+_ALIGNMENT = 512
+"""Bytes: the alignment of torch's CUDA caching allocator."""
 
 
 class Workspace(NamedTuple):
-    """Memory that an operator needs while it runs."""
+    """Memory that an operator uses while it runs."""
 
     slot: int
     bytes: int
@@ -61,11 +60,11 @@ class Workspace(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     is_tensor: bool
-    """Whether a step needs it as a tensor: kernels take addresses."""
+    """Whether a step reads it as a tensor; kernels read addresses."""
 
 
 class OutputMemory(NamedTuple):
-    """Memory that an operator returns."""
+    """Memory that an operator returns as outputs."""
 
     slot: int
     bytes: int
@@ -73,23 +72,23 @@ class OutputMemory(NamedTuple):
     """Step that allocates it."""
     empty: Callable[[], Tensor]
     is_view: bool
-    """Whether it is allocated as the view that is returned."""
+    """Whether it is allocated in the shape and strides of the output."""
 
 
 class Arrangement(NamedTuple):
-    """Where the workspaces of an operator lie."""
+    """The places of an operator's workspaces."""
 
     places: dict[int, tuple[int, int]]
-    """By slot: number of the output in whose memory it lies, or -1 for the arena; and the byte there."""
+    """By slot: the number of the output whose memory the workspace uses, or -1 for the arena; and its first byte."""
     bytes: int
     """Size of the arena."""
 
 
 def arrange(workspaces: Sequence[Workspace], outputs: Sequence[OutputMemory] = ()) -> Arrangement:
-    """Gives each workspace a place in the memory of an output that is not written yet, or else in an arena.
+    """Places each workspace in the memory of an output that is not written yet, or else in an arena.
 
-    Those that live at different times may lie at one place. Large ones are placed first, each at the first place that
-    is free while it lives.
+    Workspaces with disjoint lifetimes may share memory. Large ones are placed first, each at the first place that is
+    free during its lifetime.
     """
     taken: dict[int, list[tuple[int, int, Workspace]]] = {}
     places: dict[int, tuple[int, int]] = {}
@@ -106,7 +105,7 @@ def arrange(workspaces: Sequence[Workspace], outputs: Sequence[OutputMemory] = (
                 start = max(start, high)
             if number >= 0 and start + each.bytes > outputs[number].bytes:
                 continue
-            end = start + -(-each.bytes // _ALIGNED) * _ALIGNED
+            end = start + -(-each.bytes // _ALIGNMENT) * _ALIGNMENT
             taken.setdefault(number, []).append((start, end, each))
             places[each.slot] = number, start
             size = max(size, end) if number < 0 else size
@@ -123,15 +122,15 @@ class Graph:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._destroy(self.executable)  # one that still runs is freed when it is through
+            self._destroy(self.executable)  # the driver frees a graph that still runs when it ends
 
 
 class GraphDriver:
-    """The driver's functions for graphs on one device.
+    """The functions of the CUDA driver for graphs on one device.
 
-    Captures run in a thread of their own: cuBLAS has a workspace for each thread and stream, so that there is one for
-    all graphs. What torch allocates meanwhile comes from a pool that is never released, because graphs go on using it.
-    They may share it, as all of them run on the default stream, one after another.
+    Captures run in a thread of their own: cuBLAS has one workspace per thread and stream, which all graphs then share.
+    Memory that torch allocates in captures comes from a pool that is never released, because the graphs use it. They
+    may share it, as they run one after another on the default stream.
     """
 
     def __init__(self, device: int, library: Any = None) -> None:
@@ -145,47 +144,47 @@ class GraphDriver:
             cuda.cuGraphDestroy,
         )
         handle = ctypes.c_void_p()
-        if cuda.cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING) or not handle.value:
+        if cuda.cuStreamCreate(ctypes.byref(handle), _STREAM_NON_BLOCKING) or not handle.value:
             raise OSError("no stream")
-        # not one of torch's streams, which it gives to several users
+        # torch's own streams come from a pool, so that others may use them during a capture
         self._stream = torch.cuda.ExternalStream(handle.value, device)
         self._pool = torch.cuda.MemPool()
         self._default = ctypes.c_void_p(0)
         self._device = device
         self._thread = ThreadPoolExecutor(1, "moesaic-capture")
 
-    def capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> Graph | None:
-        """Returns a graph of what ``record(stream)`` launches, or None if there can be none.
+    def capture(self, record: Callable[[int], None], matmul_dtype: torch.dtype | None) -> Graph | None:
+        """Returns a graph of what ``record(stream)`` launches, or None if the capture fails.
 
-        ``multiplies``: the dtype of matrices that it multiplies by cuBLAS, if it does.
+        ``matmul_dtype``: the dtype of its matmuls, if it has any.
         """
         try:
-            return self._thread.submit(self._capture, record, multiplies).result()
-        except RuntimeError:  # no memory; or the interpreter ends, and starts no work in threads any more
+            return self._thread.submit(self._capture, record, matmul_dtype).result()
+        except RuntimeError:  # out of memory; or the interpreter exits, and threads accept no work any more
             return None
 
     def launch(self, graph: Graph) -> bool:
-        """Launches on the default stream; returns whether it was launched."""
+        """Launches a graph on the default stream; returns whether that succeeded."""
         return self._launch(graph.executable, self._default) == 0
 
-    def _capture(self, record: Callable[[int], None], multiplies: torch.dtype | None) -> Graph | None:
+    def _capture(self, record: Callable[[int], None], matmul_dtype: torch.dtype | None) -> Graph | None:
         exchange, begin, end, instantiate, destroy = self._capture_functions
-        device, stream, mode = self._device, self._stream, ctypes.c_int(_RELAXED)
+        device, stream, mode = self._device, self._stream, ctypes.c_int(_CAPTURE_MODE_RELAXED)
         if exchange(ctypes.byref(mode)):
             return None
         try:
-            context = torch.inference_mode()  # in which memory of either kind may be written
+            context = torch.inference_mode()  # in which both normal and inference tensors may be written
             with torch.cuda.device(device), torch.cuda.stream(stream), torch.cuda.use_mem_pool(self._pool), context:
-                if multiplies is not None:  # allocates the workspace, where torch does not have it already
-                    small = torch.ones(1, 8, 8, dtype=multiplies, device=f"cuda:{device}")
+                if matmul_dtype is not None:  # allocates the workspace of cuBLAS before the capture
+                    small = torch.ones(1, 8, 8, dtype=matmul_dtype, device=f"cuda:{device}")
                     torch.bmm(small, small)
                 handle, graph, executable = ctypes.c_void_p(stream.cuda_stream), ctypes.c_void_p(), ctypes.c_void_p()
-                if begin(handle, _RELAXED):
+                if begin(handle, _CAPTURE_MODE_RELAXED):
                     return None
                 problem = False
                 try:
                     record(stream.cuda_stream)
-                except RuntimeError:  # something that cannot be captured
+                except Exception:  # something that cannot be captured; kernels raise errors of their own
                     problem = True
                 finally:
                     failed = end(handle, ctypes.byref(graph))
@@ -200,7 +199,7 @@ class GraphDriver:
 
 @lru_cache
 def driver(device: int) -> GraphDriver | None:
-    """The functions for a device; None where there is no such library, or it or torch's allocator is another one."""
+    """Returns the driver of a device; None without a CUDA driver, or without memory pools in torch's allocator."""
     if device < 0:
         return None
     try:
@@ -210,14 +209,14 @@ def driver(device: int) -> GraphDriver | None:
 
 
 class CapturedOperator:
-    """The work of a plan, from a graph once its addresses have been seen before.
+    """The work of a launch plan, replayed from graphs at addresses that occur again.
 
     Args:
-        steps: what it does, allocations left out.
-        slots: number of its slots.
-        workspaces: memory that it needs while it runs.
-        outputs: memory that it returns.
-        multiplies: dtype of the matrices that it multiplies by cuBLAS, if it does.
+        steps: the steps of the plan without allocations.
+        slots: the number of slots.
+        workspaces: memory that the operator uses while it runs.
+        outputs: memory that the operator returns.
+        matmul_dtype: the dtype of its matmuls, if it has any.
         device: the GPU.
         pays: whether a graph takes the host less time than the steps.
     """
@@ -228,7 +227,7 @@ class CapturedOperator:
         slots: int,
         workspaces: Sequence[Workspace],
         outputs: Sequence[OutputMemory],
-        multiplies: torch.dtype | None,
+        matmul_dtype: torch.dtype | None,
         device: torch.device,
         *,
         pays: bool,
@@ -241,34 +240,34 @@ class CapturedOperator:
         self.outputs = list(outputs)
         self.output_slots = [each.slot for each in outputs]
         self._empties = [each.empty for each in outputs]
-        self._multiplies = multiplies
-        self._known: dict[tuple[int, ...], dict[Any, Graph | None]] = {}
-        """By addresses of inputs: graphs by addresses of arena and outputs, None for those that were seen once."""
+        self._matmul_dtype = matmul_dtype
+        self._graphs: dict[tuple[int, ...], dict[Any, Graph | None]] = {}
+        """By addresses of inputs: graphs by addresses of arena and outputs; None for addresses that occurred once."""
         self._captured = self._replayed = 0
         self._driver: GraphDriver | None = None
         self._device = device
         self.is_on = pays and device.type == "cuda"
-        """Whether the plan asks for a graph."""
+        """Whether graphs are used: the plan calls `run` only then."""
 
     def run(self, inputs: list[Tensor], addresses: list[int]) -> list[Tensor] | None:
-        """Does the work on the default stream and returns the outputs; None if these inputs are new, or it is off."""
+        """Runs the work on the default stream and returns the outputs; None, without running it, for new inputs."""
         at = tuple(addresses)
-        graphs = self._known.get(at)
+        graphs = self._graphs.get(at)
         if graphs is None:
-            if len(self._known) >= _MOST:
-                self._known = {}
-            self._known[at] = {}
+            if len(self._graphs) >= _MAX_INPUT_SETS:
+                self._graphs = {}
+            self._graphs[at] = {}
             return None
         arena = self._empty_arena()
         outputs = [empty() for empty in self._empties]
         key: Any = (arena.data_ptr(), *[each.data_ptr() for each in outputs])
-        if self._multiplies is not None:
-            key = key, _matmul_settings()
+        if self._matmul_dtype is not None:
+            key = key, matmul_settings()
         graph = graphs.get(key)
         if graph is None and key in graphs:
             graph = graphs[key] = self._capture(inputs, arena, outputs)
         if graph is None:
-            if len(graphs) >= _MOST_PER_INPUTS:
+            if len(graphs) >= _MAX_GRAPHS_PER_INPUTS:
                 graphs.clear()
             graphs[key] = None
             self.work(inputs, arena, outputs, 0)
@@ -279,10 +278,10 @@ class CapturedOperator:
         return outputs
 
     def work(self, inputs: list[Tensor], arena: Tensor, outputs: list[Tensor], stream: int) -> None:
-        """Does the work step by step."""
+        """Runs the work step by step."""
         slots: list[Any] = [*inputs, *[None] * (self._slots - len(inputs))]
         addresses = [0 if each is None else each.data_ptr() for each in slots]
-        memories = [*outputs, arena]  # so that -1 is the arena
+        memories = [*outputs, arena]  # the arena has the number -1
         for each in self._workspaces:
             number, start = self.arrangement.places[each.slot]
             memory = memories[number]
@@ -299,34 +298,25 @@ class CapturedOperator:
             step(slots, addresses, stream)
 
     def allocate(self) -> tuple[Tensor, list[Tensor]]:
-        """An arena, and memory for outputs."""
+        """Allocates the arena and the memory of the outputs."""
         return self._empty_arena(), [empty() for empty in self._empties]
 
     def _capture(self, inputs: list[Tensor], arena: Tensor, outputs: list[Tensor]) -> Graph | None:
-        """Captures a graph, if graphs are worth while."""
+        """Captures a graph; None, and no more graphs, if that fails or too few graphs are replayed."""
         graph = None
-        if self._captured < _TRIALS or self._replayed >= _WORTH * self._captured:
+        if self._captured < _MIN_CAPTURES or self._replayed >= _MIN_REPLAYS_PER_CAPTURE * self._captured:
             if self._driver is None:
                 self._driver = driver(self._device.index)
             if self._driver is not None:
-                graph = self._driver.capture(lambda stream: self.work(inputs, arena, outputs, stream), self._multiplies)
+                graph = self._driver.capture(
+                    lambda stream: self.work(inputs, arena, outputs, stream), self._matmul_dtype
+                )
         if graph is None:
             self.is_on = False
-            self._known = {}
+            self._graphs = {}
         else:
             self._captured += 1
         return graph
-
-
-def _matmul_settings() -> tuple[Any, ...]:
-    """Settings of torch on which it depends how matrices are multiplied."""
-    return (
-        _C._get_fp32_precision_getter("cuda", "matmul"),
-        _C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        _C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        _C._get_cublas_allow_fp16_accumulation(),
-        _C._get_blas_preferred_backend(),
-    )
 
 
 def _empty_bytes(size: int, device: torch.device) -> Callable[[], Tensor]:

@@ -1,15 +1,15 @@
-"""BatchNorm over the first n of S samples; the others repeat sample n, and have no part in the statistics.
+"""BatchNorm over the first n of S samples; the others are padding that repeats sample n, outside of the statistics.
 
-`batch_norm_of_first` knows n on the host. The first samples are one piece of memory in either memory format, so that
-torch's own kernels run on them and write into the padded result; what is added is the copy for the others.
+`batch_norm_of_first` has n on the host. The first samples are contiguous in either memory format, so that torch's own
+kernels run on them and write to the padded output; the padding is copied.
 
-`batch_norm_of_counted` has n on the device, as shares 1 / n of the samples in their mean, and 0 of repeated ones: its
-operators have the same arguments for every n, as a CUDA graph needs. Each sample has the moments of its own map, which
-are merged (Chan et al. 1979):
+`batch_norm_of_counted` has n on the device, as the weights of samples in their mean: 1 / n, and 0 for padding. Its
+operators have the same arguments for every n, as a CUDA graph needs. The moments of each sample's map are merged (Chan
+et al. 1979):
 
     mean = Σ_s share_s mean_s,   var = Σ_s share_s (var_s + (mean_s − mean)²)
 
-Gradients of the outputs of repeated samples must be zero.
+Gradients of the outputs of padding must be zero.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def batch_norm_of_first(
     """Normalises samples (S, C, …) by the statistics of the first ``count``.
 
     Args:
-        x: the samples; those from ``count`` on repeat the one before.
-        count: samples that count.
+        x: the samples; those from ``count`` on are padding, and repeat the last one before.
+        count: the number of samples without padding.
         running: running mean and variance, which are updated in place.
         weight: scale of each channel.
         bias: shift of each channel.
@@ -80,7 +80,7 @@ class _BatchNormOfFirst(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse = ctx.saved_tensors
         count: int = ctx.count
-        # differentiable itself, in the batch and not in its moments, which it takes for functions of the batch
+        # torch's double backward: mean and inverse deviation are functions of the batch, not inputs
         grad_x, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
             grads[0][:count], x[:count], weight, None, None, mean, inverse, True, ctx.eps, [True, True, True]
         )
@@ -92,12 +92,12 @@ class _BatchNormOfFirst(torch.autograd.Function):
 def batch_norm_of_counted(
     x: Tensor, share_S: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises samples (S, C, …) by the statistics of those that have a share.
+    """Normalises samples (S, C, …) by the statistics of those without padding.
 
     Args:
         x: the samples.
-        share_S: share of a sample in the mean: 1 / count, or 0. The statistics are computed in its dtype, float32 at
-            least. The first sample has a share.
+        share_S: weight of a sample in the mean: 1 / count, or 0 for padding. The statistics are computed in its dtype,
+            float32 at least. The first sample is not padding.
         weight: scale of each channel.
         bias: shift of each channel.
         eps: added to the variance.
@@ -115,7 +115,7 @@ def batch_norm_of_counted(
 class _BatchNormOfCounted(torch.autograd.Function):
     """BatchNorm in eval mode with the moments as running statistics, an operator of torch for either direction.
 
-    Its gradient lacks what flows through the moments: that is taken from the incoming gradient first.
+    The gradient of that operator lacks the gradient through the moments, which is subtracted beforehand.
     """
 
     @staticmethod
@@ -141,11 +141,11 @@ class _BatchNormOfCounted(torch.autograd.Function):
         x, weight, bias, share_S, mean, var = ctx.saved_tensors
         inverse = torch.rsqrt(var + ctx.eps)
         scale = _filled(weight, mean, 1)
-        # torch reads the moments from the running statistics on a CPU, from the saved ones on CUDA
+        # in eval mode the kernel reads running statistics on a CPU, and saved ones on CUDA
         _, slope, offset = torch.ops.aten.native_batch_norm_backward(
             grad, x, scale, mean, var, mean, inverse, False, ctx.eps, [False, True, True]
         )
-        # grad − (offset + normalised x · slope) / values of the samples that count; then in eval mode
+        # grad − (offset + normalised x · slope) / (values per channel without padding); then as in eval mode
         one_value = share_S[:1] / x.shape[2:].numel()
         grad_x = F.batch_norm(x, mean, var, slope * one_value, offset * one_value, False, 0.0, ctx.eps)
         used = (share_S != 0).to(x.dtype).view(-1, *[1] * (x.ndim - 1))
@@ -156,7 +156,7 @@ class _BatchNormOfCounted(torch.autograd.Function):
 
 
 def _moments(x: Tensor, share_S: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and biased variance (C,) of the samples that count."""
+    """Returns mean and biased variance (C,) of the samples without padding."""
     values, share_S1 = x.to(share_S.dtype), share_S.unsqueeze(1)
     if x.ndim == 2:
         mean = (share_S1 * values).sum(0)  # a matmul would be in the dtype of autocast
@@ -168,5 +168,5 @@ def _moments(x: Tensor, share_S: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filled(values: Tensor | None, like: Tensor, default: float) -> Tensor:
-    """The values of all channels in the dtype of the statistics; a norm without scale and shift has defaults."""
+    """Returns scale or shift in the dtype of the statistics; ``default`` for a norm without."""
     return torch.full_like(like, default) if values is None else values.to(like.dtype)

@@ -1,8 +1,8 @@
-"""Samples of each expert, filled up to one of few sizes: a library plans its convolutions once for each size.
+"""Samples of each expert, padded to one of few batch sizes: cuDNN selects algorithms once per size.
 
-The samples of an expert become S rows, of which the first are its own and the others repeat its last one. S is a
-multiple of a quarter of the mean load, so that a training run has few sizes, and at most a quarter more rows in all. A
-repeated sample has no output, so its gradient is zero, and BatchNorm leaves it out (`moesaic.ops.padded_batch_norm`).
+The samples of an expert become S rows: its own samples, and padding that repeats the last of them. S is a multiple of a
+quarter of the mean load, so that a training run has few sizes, and at most a quarter more rows in all. The outputs of
+padding are dropped, so that its gradient is zero, and BatchNorm excludes it (`moesaic.ops.padded_batch_norm`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from moesaic.routing_record import Routing
 __all__ = ["padded_size", "run_padded"]
 
 _SIZES = 4
-"""Sizes up to the mean load, and for as many rows again above it."""
+"""Sizes up to the mean load."""
 
 
 def padded_size(load: int, samples: int, experts: int) -> int:
-    """Returns the rows on which an expert runs that has ``load`` of the samples of all experts.
+    """Returns the number of rows, with padding, of an expert that has ``load`` of the samples of all experts.
 
     >>> [padded_size(load, 512, 4) for load in (0, 1, 120, 128, 129, 160, 500)]
     [0, 32, 128, 128, 160, 160, 512]
@@ -36,13 +36,13 @@ def padded_size(load: int, samples: int, experts: int) -> int:
 def run_padded(
     x: Tensor, routing: Routing, call: Callable[[int, Tensor, int], Tensor], padded: Collection[int]
 ) -> tuple[Tensor, frozenset[int]]:
-    """Calls every expert that has samples once; needs one host sync for their numbers.
+    """Runs every expert that has samples, once; needs one host sync, for the loads.
 
     Args:
         x: a batch (B, …) of one sample or more.
         routing: its routing.
         call: ``call(e, rows, count)`` returns the outputs of expert e for the first ``count`` of the rows (S, …).
-        padded: the experts whose samples are filled up; the others get theirs alone.
+        padded: the experts whose samples are padded.
 
     Returns:
         The gated sum of each sample's outputs (B, …), and the experts that ran.

@@ -1,7 +1,7 @@
-"""Functions and methods of tensors that give each sample of a batch (S, …) what it would have alone.
+"""Functions and methods of tensors whose output for a sample of a batch (S, …) does not depend on other samples.
 
-They are called as they are if they work on each value, or leave the first axis apart. Anything else is refused: samples
-that repeat others would change the output of the others.
+These are elementwise functions, and functions over other axes than the first. All others raise `NotPerSampleError`, as
+padding would change the outputs of other samples.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ __all__ = ["NotPerSampleError", "call_per_sample", "check_axes"]
 
 
 class NotPerSampleError(Exception):
-    """Why the samples of an expert cannot be filled up with others, as the end of a sentence."""
+    """The reason why the samples of an expert cannot be padded, as the end of a sentence."""
 
 
 class _BatchSize(int):
-    """S, which is not the number of samples: it may be the first axis of a shape, but not in arithmetic."""
+    """The size S of a padded batch: allowed as the first axis of a shape, but not as a number of samples."""
 
 
 _POOLING_OPTIONS = 6
-"""Arguments of poolings in front of ``return_indices``."""
+"""Positional arguments of poolings before ``return_indices``."""
 
 _Args = Sequence[Any]
 _Kwargs = Mapping[str, Any]
 
 
 def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
-    """Calls a function, or the method of that name, on values of all samples.
+    """Calls a function, or the method of that name, on a batch.
 
     >>> call_per_sample("flatten", (torch.zeros(5, 8, 2, 2), 1), {}).shape
     torch.Size([5, 32])
@@ -42,6 +42,7 @@ def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
     Traceback (most recent call last):
     moesaic.ops.per_sample_functions.NotPerSampleError: cumsum is not known to leave samples apart
     """
+    args, kwargs = _with_positional_input(args, kwargs)
     rule = _RULES.get(target)
     if rule is None:
         raise NotPerSampleError(f"{_name(target)} is not known to leave samples apart")
@@ -51,8 +52,16 @@ def call_per_sample(target: Any, args: _Args, kwargs: _Kwargs) -> Any:
     return _BatchSize(found) if isinstance(found, int) else found
 
 
+def _with_positional_input(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+    """Returns arguments with the first one by position, where rules look for it."""
+    if args:
+        return args, kwargs
+    first = [kwargs[name] for name in ("input", "tensors") if name in kwargs]
+    return first, {name: value for name, value in kwargs.items() if name not in ("input", "tensors")}
+
+
 def check_axes(x: Tensor, axes: int) -> None:
-    """Refuses maps without a batch axis, as torch's convolutions and poolings would take the samples for channels."""
+    """Raises an error for maps without a batch axis: convolutions and poolings would read samples as channels."""
     if x.ndim != axes + 2:
         raise NotPerSampleError(f"a layer for {axes} axes and channels gets samples of {x.ndim - 1} axes")
 
@@ -67,7 +76,7 @@ def _each_value(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 
 def _arithmetic(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    """Numbers, and tensors of as many axes: the samples of others would meet some other axis."""
+    """Numbers and tensors of equally many axes: others would broadcast over samples."""
     operands = (*args, *kwargs.values())
     tensors = [each for each in operands if isinstance(each, Tensor)]
     numbers = [each for each in operands if isinstance(each, (int, float)) and not isinstance(each, _BatchSize)]
@@ -102,7 +111,8 @@ def _dropout(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 
 def _shape(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    return args[1:] == ("shape",) if target is getattr else args[1:] in ((), (0,))
+    given = (*args[1:], *kwargs.values())
+    return given == ("shape",) if target is getattr else given in ((), (0,))
 
 
 def _batch_size(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
@@ -110,8 +120,9 @@ def _batch_size(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
 
 
 def _reshaping(target: Any, args: _Args, kwargs: _Kwargs) -> bool:
-    """To (S, …), where S is the size of the batch and not a number that happens to be the same."""
-    shape = cast("_Args", args[1]) if isinstance(args[1], (tuple, list)) else args[1:]
+    """To (S, …), where S is the size of the batch and not an equal number."""
+    given = (*args[1:], *kwargs.values())
+    shape = cast("_Args", given[0]) if given and isinstance(given[0], (tuple, list)) else given
     first = [isinstance(each, _BatchSize) for each in shape]
     return isinstance(args[0], Tensor) and first == [True] + [False] * (len(shape) - 1)
 

@@ -1,8 +1,13 @@
-"""Plans of an operator by the kind of its arguments: types, sizes, strides and numbers (`moesaic.ops.launch_plan`)."""
+"""Cache of an operator's launch plans (`moesaic.ops.launch_plan`).
+
+Its key has all that an operator's Python code depends on: dtypes, devices, sizes, strides and alignment of tensors, the
+values of other arguments, and the tile sizes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,75 +17,77 @@ from moesaic.ops import tile_sizes
 from moesaic.ops.launch_plan import Plan
 from moesaic.ops.launch_recorder import Recorder, recorder
 
-__all__ = ["LaunchPlans", "Parts", "bypass_plans_if", "parts_of", "plan_on"]
+__all__ = ["FlatArguments", "LaunchPlans", "bypass_plans_if", "flatten", "plan_on"]
 
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # torch.cuda's own functions take three times as long
 
-_MOST = 256
-"""Plans per operator; with more shapes, the oldest go."""
-_RECENT = 8
-"""Kinds of arguments with a first tensor of one shape that are compared first."""
-_SHAPES = 64
-"""Shapes of first tensors of which recent kinds are remembered."""
-_planned = {"cuda"}
+_MAX_PLANS = 256
+"""Plans per operator; the oldest is dropped for a new one."""
+_MAX_GUARDED = 8
+"""Guarded plans per shape of the first tensor."""
+_MAX_SHAPES = 64
+"""Shapes of the first tensor that have guarded plans."""
+_device_types = {"cuda"}
 """Types of devices on which operators are planned."""
-_bypass: list[Callable[[], bool]] = []
+_bypass_conditions: list[Callable[[], bool]] = []
 
 
 def plan_on(device: str) -> None:
-    """Plans operators on another type of device as well."""
-    _planned.add(device)
+    """Plans operators on another type of device too."""
+    _device_types.add(device)
 
 
 def bypass_plans_if(condition: Callable[[], bool]) -> None:
-    """Registers a condition in which operators run their Python code, such as a profiler that watches launches."""
-    _bypass.append(condition)
+    """Registers a condition under which operators run without plans, such as a profiler with launch hooks."""
+    _bypass_conditions.append(condition)
 
 
 def _is_bypassed() -> bool:
-    for condition in _bypass:  # noqa: SIM110  any() takes longer
+    for condition in _bypass_conditions:  # noqa: SIM110  any() takes longer
         if condition():
             return True
     return False
 
 
-class Parts(NamedTuple):
-    """Arguments of an operator: tensors, wherever they stand, and everything else with the places of the tensors."""
+class FlatArguments(NamedTuple):
+    """Arguments of an operator without their nesting."""
 
     tensors: list[Tensor]
     others: list[Any]
+    """All other values, lengths of lists, and ``Tensor`` at the places of the tensors: a part of the key."""
 
 
-class _Recent(NamedTuple):
-    """A kind of arguments, as torch's guards of compiled code compare it: in one call for all tensors."""
+class _GuardedPlan(NamedTuple):
+    """A plan whose key is compared by the guards of `torch.compile`: one call for all tensors."""
 
     others: list[Any]
-    fits: Callable[..., bool]
+    check: Callable[..., bool]
     plan: Plan
 
 
 class LaunchPlans:
-    """An operator's implementation that replays what it did for arguments of the same kind.
+    """An operator's implementation with a launch plan for each kind of arguments.
 
     Args:
         implementation: takes tensors, lists of tensors, and numbers; returns a tensor or several.
-        mutates: whether it changes its arguments.
+        mutates: whether it changes arguments in place.
     """
 
     def __init__(self, implementation: Callable[..., Any], *, mutates: bool = False) -> None:
         self._implementation = implementation
         self.mutates = mutates
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
-        self._recent: dict[torch.Size, tuple[_Recent, ...]] = {}
-        """By the shape of the first tensor: layers of a network that differ do so in that, more often than not."""
+        self._lock = Lock()
+        self._guarded: dict[torch.Size, tuple[_GuardedPlan, ...]] = {}
+        """The latest plans by the shape of the first tensor, in which most layers of a network differ."""
 
     def __call__(self, *arguments: Any) -> Any:
-        return self.call(arguments, parts_of(arguments))
+        return self.call(arguments, flatten(arguments))
 
-    def call(self, arguments: tuple[Any, ...], parts: Parts) -> Any:
-        """Replays the plan for such arguments, or records one; ``parts`` are those of the arguments."""
+    def call(self, arguments: tuple[Any, ...], flat: FlatArguments) -> Any:
+        """Replays the plan for arguments of this kind, or records it; ``flat``: the same arguments."""
         tiles = tile_sizes.version()
-        tensors, others = parts
+        tensors, others = flat
         if tiles is None or recorder() is not None or _is_bypassed() or not tensors:
             return self._implementation(*arguments)
         others.append(tiles)
@@ -91,74 +98,82 @@ class LaunchPlans:
         bits = 0
         for each in addresses:
             bits |= each
-        others.append(tuple([each & 15 == 0 for each in addresses]) if bits & 15 else True)  # kernels differ in that
-        for recent in self._recent.get(tensors[0].shape, ()):
-            if recent.others == others and recent.fits(*tensors) and recent.plan.fits(addresses):
-                return recent.plan.run(tensors, addresses)
-        return self._find(arguments, tensors, others, addresses)
+        others.append(
+            tuple([each & 15 == 0 for each in addresses]) if bits & 15 else True
+        )  # kernels are compiled for either alignment
+        for guarded in self._guarded.get(tensors[0].shape, ()):
+            if guarded.others == others and guarded.check(*tensors) and guarded.plan.fits(addresses):
+                return guarded.plan.run(tensors, addresses)
+        return self._look_up(arguments, tensors, others, addresses)
 
-    def _find(self, arguments: tuple[Any, ...], tensors: list[Tensor], others: list[Any], addresses: list[int]) -> Any:
-        """Runs the plan for arguments that are not of a recent kind."""
-        if tensors[0].device.type not in _planned:
+    def _look_up(
+        self, arguments: tuple[Any, ...], tensors: list[Tensor], others: list[Any], addresses: list[int]
+    ) -> Any:
+        """Runs the plan with this key, and guards it; records a new plan if there is none."""
+        if tensors[0].device.type not in _device_types:
             return self._implementation(*arguments)
-        key = list(others)
+        values = list(others)
         for each in tensors:
-            key += (each.dtype, each.shape, each.stride(), each.get_device())
-        found = tuple(key)
+            values += (each.dtype, each.shape, each.stride(), each.get_device())
+        key = tuple(values)
         try:
-            plan = self._plans[found]
+            plan = self._plans[key]
         except KeyError:
-            return self._record(found, tensors, arguments)
+            return self._record(key, tensors, arguments)
         if plan is None or not plan.fits(addresses):
             return self._implementation(*arguments)
-        fits = _guards(tensors)
-        if fits is not None:
-            self._remember(tensors[0].shape, _Recent(others, fits, plan))
+        check = _guards(tensors)
+        if check is not None:
+            self._add_guarded(tensors[0].shape, _GuardedPlan(others, check, plan))
         return plan.run(tensors, addresses)
 
-    def _remember(self, shape: torch.Size, recent: _Recent) -> None:
-        if len(self._recent) >= _SHAPES:
-            self._recent = {}
-        self._recent[shape] = (recent, *self._recent.get(shape, ())[: _RECENT - 1])
+    def _add_guarded(self, shape: torch.Size, guarded: _GuardedPlan) -> None:
+        if len(self._guarded) >= _MAX_SHAPES:
+            self._guarded = {}
+        self._guarded[shape] = (guarded, *self._guarded.get(shape, ())[: _MAX_GUARDED - 1])
 
     def _record(self, key: tuple[Any, ...], tensors: list[Tensor], arguments: tuple[Any, ...]) -> Any:
         with Recorder(tensors) as recorded:
             result = self._implementation(*arguments)
-        while len(self._plans) >= _MOST:
-            self._plans.pop(next(iter(self._plans)), None)
-        self._plans[key] = recorded.plan(result)
+        plan = recorded.plan(result)
+        with self._lock:  # another thread must not add a plan while the oldest one is looked up
+            while len(self._plans) >= _MAX_PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
         return result
 
 
-def parts_of(arguments: Sequence[Any]) -> Parts:
-    """Returns what an operator's arguments consist of."""
-    parts = Parts([], [])
-    _sort(arguments, *parts)
-    return parts
+def flatten(arguments: Sequence[Any]) -> FlatArguments:
+    """Returns the tensors and other values among arguments, and in lists among them."""
+    flat = FlatArguments([], [])
+    _flatten_into(arguments, *flat)
+    return flat
 
 
-def _sort(arguments: Sequence[Any], tensors: list[Tensor], others: list[Any]) -> None:
+def _flatten_into(arguments: Sequence[Any], tensors: list[Tensor], others: list[Any]) -> None:
     for each in arguments:
-        if each is None or isinstance(each, (int, float)):
+        if each is None or type(each) is int:
             others.append(each)
         elif isinstance(each, Tensor):
             tensors.append(each)
             others.append(Tensor)
+        elif isinstance(each, (float, bool)):  # 1 == 1.0 == True and 0.0 == -0.0, which give other results
+            others += (type(each), each or repr(each))
         elif isinstance(each, (list, tuple)):
-            several = cast("Sequence[Any]", each)
-            if several and type(several[0]) is int:  # numbers, of which a tuple is compared faster than one by one
-                others.append(tuple(several))
+            values = cast("Sequence[Any]", each)
+            if values and type(values[0]) is int:  # numbers, which are compared faster in a tuple
+                others.append(tuple(values))
                 continue
-            others.append(len(several))
-            _sort(several, tensors, others)
+            others.append(len(values))
+            _flatten_into(values, tensors, others)
         else:
             others.append(each)
 
 
 def _guards(tensors: list[Tensor]) -> Callable[..., bool] | None:
-    """Returns what tells whether tensors have the same types, dtypes, devices, sizes and strides as these.
+    """Returns a check that tensors have the types, dtypes, devices, sizes and strides of these.
 
-    None if torch has no such guards, or if a tensor is there twice, which they do not allow.
+    None where torch has no such guards, and for a tensor that occurs twice, which they do not allow.
     """
     try:
         guards = _C._dynamo.guards.TensorGuards(

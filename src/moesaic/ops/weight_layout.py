@@ -33,7 +33,7 @@ def is_taps_first(kernels: Tensor) -> bool:
 
 
 def to_taps_first(kernels: Tensor) -> Tensor:
-    """The same kernels (E, O, C, ks, ks), stored taps first."""
+    """Returns kernels (E, O, C, ks, ks) with their memory laid out taps first."""
     return kernels.permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
 
 

@@ -8,9 +8,8 @@ which it is open, and a dead channel is a dead expert.
 The printed head has no bias, and half of its gates start closed. Here it has a bias with initial value 1: every gate
 starts open, and the loss closes gates (`gate_l1`).
 
-Hard gates are 0 or 1. They learn with logistic noise, which is what a Gumbel softmax of two classes comes to, and by
-the gradient of a sigmoid that is passed straight through the step (Jang et al. 2017, Maddison et al. 2017; for channels
-Bejnordi et al. 2020).
+Hard gates are 0 or 1. In training they have logistic noise, to which a Gumbel softmax of two classes reduces, and the
+straight-through gradient of a sigmoid (Jang et al. 2017, Maddison et al. 2017; for channels Bejnordi et al. 2020).
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class ExpertChoice(Router):
     def select(self, x: Tensor, *, detached: bool = False) -> tuple[Routing, PatchSelection | None]:
         """Returns the routing of a map and the state of the backend's kernels, if they computed it, for reuse.
 
-        ``detached``: nobody but the experts that get both needs the gradient of scores and gates, which then have none
-        where kernels compute it.
+        ``detached``: only the experts, which get both results, need the gradient of scores and gates. Kernels that
+        compute this gradient with that of the experts then return scores and gates without gradient.
         """
         selection, factor = None, 1.0
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
@@ -94,7 +94,7 @@ class ExpertChoice(Router):
         return selection.routing, selection
 
     def patch_choice(self, x: Tensor) -> PatchChoice | None:
-        """What kernels need to route such a map (B, C, H, W); None if the router does something else as well."""
+        """Returns the choice for kernels to make of a map (B, C, H, W); None for subclasses that override it."""
         if type(self).scores is not Router.scores or type(self).choose is not ExpertChoice.choose:
             return None
         units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)

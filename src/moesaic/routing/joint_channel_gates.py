@@ -58,7 +58,7 @@ def route_channels(heads: Sequence[ChannelGate], embedding: Tensor, map_dtype: t
 
 
 def _differ_in_sizes_alone(heads: Sequence[ChannelGate]) -> bool:
-    """Whether heads differ in their sizes alone, and nothing watches a call of one of them."""
+    """Whether heads differ in their sizes alone, and have no hooks."""
     kinds = {
         (type(head), head.mode, head.straight_through, head.temperature, head.training, head.bias is None)
         for head in heads
@@ -152,7 +152,7 @@ def _layer_table(layers: tuple[tuple[int, int], ...], device: torch.device) -> T
 
 
 def _with_noise(heads: Sequence[ChannelGate], scores: Tensor, padding: int = 0) -> Tensor:
-    """The scores that select; each head draws its own noise. The last columns may be padding."""
+    """Returns the scores with the noise of each head; the last columns may be padding."""
     if not any(head.training and (isinstance(head.noise, Tensor) or head.noise) for head in heads):
         return scores
     sizes = [head.blocks for head in heads]

@@ -75,7 +75,7 @@ class KeepChoice(Router):
         B, N, _ = scores.shape
         P = self.prefix_tokens
         compared_BN = mask_scores(scores[:, P:, 0], None if mask is None else mask[:, P:])
-        # in ascending order, so that blocks see tokens as they lie, and all of them exactly as they are
+        # in ascending order, so that a block gets tokens in their order, and all tokens unchanged
         index_BL = stable_topk(compared_BN, self.count(N - P)).sort(-1).values + P
         if self.gate == "one":
             gate_BL = torch.ones_like(index_BL, dtype=scores.dtype)

@@ -24,11 +24,11 @@ from moesaic.data.image_dataset import ImageDataset
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
+from moesaic.ops.graph_capture import CudaGraphs
 from moesaic.training.backbone_features import check_features
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
-from moesaic.training.cuda_graphs import CudaGraphs
 from moesaic.training.data_parallel import OneProcess, ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.fit_result import Diverged, Epoch, FitResult
 from moesaic.training.gate_callback import GateCallback, GatesClosed

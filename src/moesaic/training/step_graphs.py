@@ -7,7 +7,7 @@ counters of callbacks, and the states of random generators. There is a graph for
 
 Before a graph is used, two replays are compared with two eager steps from the same state, which is then restored. If
 they differ by more than rounding, or the step cannot be recorded, it runs eagerly from there on, and a message says
-why. `cuda_graphs` has the graphs of GPUs; the tests have others.
+why. `ops.graph_capture` has the graphs of GPUs; the tests have others.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def _trained_at_once(layer: PatchMoE, x: Tensor, output_norm: Norm) -> Tensor | 
     assert isinstance(experts, ConvExperts)
     if not (output_norm.training and torch.is_grad_enabled() and is_plain_eager(x) and kernels_available(x)):
         return None
-    x = layer.readable(x)
+    x = layer.expert_input(x)
     choice, norm = choice_for_experts(layer, layer.router, experts, x, spec), experts.norm_tensors(x)
     if (
         choice is None

@@ -54,14 +54,14 @@ class Gating:
     ins: LayerBlocks | None
     """The layer whose gates select its input channels; None where all are read."""
     outs: LayerBlocks | None
-    """The same for its output channels."""
+    """The layer whose gates select its output channels; None where all are written."""
     write_closed: bool
     """Whether closed output channels are written."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What follows the convolution in the same kernel."""
+    """Operations that the kernel of a convolution applies to its output."""
 
     relu: bool = False
     pool: bool = False
@@ -69,7 +69,7 @@ class Epilogue:
 
 
 class ConvGeometry(NamedTuple):
-    """What a kernel knows of a `BlockedConv` besides its weights."""
+    """Sizes of a `BlockedConv`, as kernels read them."""
 
     out_channels: int
     in_channels: int

@@ -59,7 +59,7 @@ def dense_conv(x: Tensor, conv: ChannelConv) -> Tensor:
 
 
 def apply_gates(y: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
-    """What follows the convolution: BatchNorm, activation and gates."""
+    """Applies BatchNorm, activation and gates to the output of the convolution."""
     if conv.norm is not None:
         conv.norm.count()
         y = conv.norm.apply(y)

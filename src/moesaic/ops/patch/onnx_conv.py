@@ -6,8 +6,8 @@
 
 Here the matmuls of all experts are one grouped 1×1 convolution over pixels laid out as a map (1, E·C, 1, M), so that
 ONNX Runtime runs them in the blocked layout of its convolutions. The background is subtracted after the convolution, as
-its bias, and contributions are added to the background rather than to zeros. What depends on weights or on the size of
-the map alone is a constant, which runtimes compute once.
+its bias, and contributions are added to the background rather than to zeros. Values that depend on weights or on the
+size of the map alone are constants, which runtimes compute once.
 """
 
 from __future__ import annotations
