@@ -117,7 +117,21 @@ def _build_normalized_gd(model: nn.Module, recipe: Recipe, fused: bool) -> list[
 
 
 def _build_sgd(groups: list[dict[str, Any]], recipe: Recipe, fused: bool) -> Optimizer:
-    return torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused)
+    optimizer = torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused)
+    if fused and recipe.momentum:
+        optimizer.register_step_pre_hook(_init_momentum)
+    return optimizer
+
+
+def _init_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Sets the momentum of weights to 0 before their first step, in which it then becomes the gradient, as in SGD.
+
+    Fused SGD raises an error where some weights have their first gradient later than others, as those of an expert
+    without samples; and where the first gradient of float16 overflows, it leaves momentum that was never initialised.
+    """
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def _parameter_groups(
