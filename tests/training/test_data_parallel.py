@@ -204,6 +204,18 @@ def test_batches_with_fewer_images_than_ranks_leave_some_ranks_without_any():
     assert max(max(found) for found in run_ranks(4, work)) < 1e-8
 
 
+def test_ranks_train_a_network_that_has_frozen_weights():
+    def work(parallel: Any) -> dict[str, Tensor]:
+        model = seeded(normed_expert).double()
+        model[0].weight.requires_grad_(False)
+        fit(model, task(8), PLAIN, seed=3, parallel=parallel)
+        return model.state_dict()
+
+    alone = work("none")
+    found = run_ranks(2, lambda: [largest(work(parallel), alone) for parallel in ("ddp", "fsdp")])
+    assert max(max(each) for each in found) < 1e-8
+
+
 # checkpoints
 
 

@@ -65,7 +65,8 @@ class GradientReducer:
 
     def __init__(self, parameters: list[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._parameters = list(reversed(parameters))  # the order in which gradients are computed, more or less
+        # hooks need parameters that require gradients; reversed: about the order in which gradients are computed
+        self._parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         self._trained: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
