@@ -124,9 +124,11 @@ def _layout(source: FileSource, log: Log) -> _Layout:
     for name, reason in getattr(source, "ignored", {}).items():
         log(f"{path}: {printable(name)} {printable(reason)}; it is ignored")
     tree, start = _tree(names, ""), ""
-    if isinstance(source, ZipSource) and len(tree) == 1 and len(_tree(names, f"{next(iter(tree))}/")) > 1:
-        start = f"{next(iter(tree))}/"  # a zip of a folder contains the folder itself
-        tree = _tree(names, start)
+    if isinstance(source, ZipSource) and len(tree) == 1:  # a zip of a folder contains the folder itself
+        top = f"{next(iter(tree))}/"
+        inside = _tree(names, top)
+        if len(inside) > 1 or [name.lower() for name in inside] == [_TRAIN]:
+            tree, start = inside, top
     loose = [printable(name) for name in names if name.startswith(start) and "/" not in name.removeprefix(start)]
     if loose and tree:
         some = ", ".join(loose[:_MAX_NAMED]) + (" …" if len(loose) > _MAX_NAMED else "")
@@ -142,7 +144,8 @@ def _layout(source: FileSource, log: Log) -> _Layout:
         return _checked(path, _Layout(tree, None))
     others = sorted(tree.keys() - {train, *tests[:1]})
     if others:
-        log(f"{path}: {train} and {tests[0]} are used; {', '.join(map(printable, others))} are ignored")
+        verb = "is" if len(others) == 1 else "are"
+        log(f"{path}: {train} and {tests[0]} are used; {', '.join(map(printable, others))} {verb} ignored")
     trees = [_tree(names, f"{start}{split}/") for split in (train, *tests[:1])]
     return _checked(path, _Layout(trees[0], trees[1] if tests else None))
 
