@@ -77,10 +77,10 @@ def check_device(owner: str, device: torch.device | str) -> torch.device:
     """Returns the device; refuses one that is not available."""
     import torch
 
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
-    return found
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{owner}: device={str(resolved)!r}, but torch finds no GPU here; use device='cpu'")
+    return resolved
 
 
 def printable(name: str) -> str:

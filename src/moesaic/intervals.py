@@ -131,8 +131,8 @@ def percentage(values: Sequence[float] | Array) -> Estimate:
     >>> percentage([100.0, 100.0, 97.0])
     Estimate(value=99.0, low=94.6..., high=100.0)
     """
-    found = mean(values)
-    return Estimate(found.value, max(found.low, 0.0), min(found.high, 100.0))
+    estimate = mean(values)
+    return Estimate(estimate.value, max(estimate.low, 0.0), min(estimate.high, 100.0))
 
 
 def _student(trials: Array, confidence: float, least_spread: float) -> tuple[float, float]:

@@ -156,12 +156,12 @@ class Leases:
         newest: dict[str, int] = {}
         for key, generation in self._listed():
             newest[key] = max(generation, newest.get(key, 0))
-        found: dict[str, tuple[Holder | None, float]] = {}
+        holders: dict[str, tuple[Holder | None, float]] = {}
         for key, generation in sorted(newest.items()):
             path = self._path(key, generation)
             with suppress(OSError):  # released meanwhile
-                found[key] = _parse(_read(path)), path.stat().st_mtime
-        return found
+                holders[key] = _parse(_read(path)), path.stat().st_mtime
+        return holders
 
     def has_live(self) -> bool:
         """Whether a process has a lease here that is not known to be dead."""
@@ -232,8 +232,8 @@ class Lease:
             self.lost = True
             return
         with open(descriptor, "rb+", buffering=0) as file:
-            found = _parse(file.read(_FILE_BYTES))
-            if self.is_superseded() or (found is not None and found.token != self._holder.token):
+            holder = _parse(file.read(_FILE_BYTES))
+            if self.is_superseded() or (holder is not None and holder.token != self._holder.token):
                 self.lost = True
                 return
             self._holder = replace(self._holder, beats=self._holder.beats + 1)
@@ -288,14 +288,14 @@ def make_once(
     """
     reported = False
     while True:
-        found = find()
-        if found is not None:
-            return found
+        result = find()
+        if result is not None:
+            return result
         lease = leases.acquire(key)
         if lease is not None:
             with lease:
-                found = find()  # it may have been finished between the two looks
-                return make() if found is None else found
+                result = find()  # it may have been finished between the two looks
+                return make() if result is None else result
         holder = leases.holder(key)
         if not reported and holder is not None:
             reported = True

@@ -171,38 +171,38 @@ class _Cell:
 def _check_equal(one: _Cell, other: _Cell) -> None:
     differs = first_difference(one.stored.result, other.stored.result)
     if differs is not None:
-        place, a, b = differs
+        where, a, b = differs
         raise ConflictingCells(
             f"{one.where / one.name} and {other.where / other.name} have different results of one specification: "
-            f"{place} is {a!r} in the first, {b!r} in the second; remove one of the two, or merge other folders"
+            f"{where} is {a!r} in the first, {b!r} in the second; remove one of the two, or merge other folders"
         )
 
 
 @contextmanager
-def _opened(places: Sequence[Path]) -> Generator[list[_Source]]:
+def _opened(paths: Sequence[Path]) -> Generator[list[_Source]]:
     archives: list[ZipSource] = []
     try:
-        found: list[_Source] = []
-        for place in places:
-            if place.is_file():
-                archive = ZipSource(place)
+        opened: list[_Source] = []
+        for path in paths:
+            if path.is_file():
+                archive = ZipSource(path)
                 archives.append(archive)
-                found.append(_Source(place, tuple(entry.name for entry in archive.entries()), archive.read))
+                opened.append(_Source(path, tuple(entry.name for entry in archive.entries()), archive.read))
             else:
-                found.append(_folder(place))
-        yield found
+                opened.append(_folder(path))
+        yield opened
     finally:
         for archive in archives:
             archive.__exit__()
 
 
-def _folder(place: Path) -> _Source:
-    if not place.is_dir():
-        raise FileNotFoundError(f"{place}: there is no such folder or archive; check the path")
-    cells_folder(place)
+def _folder(folder: Path) -> _Source:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder or archive; check the path")
+    cells_folder(folder)
     patterns = (f"{CELLS}/*.json", f"{PLANS}/*.json", *(f"{NETWORKS}/*/{name}" for name in _RUN_FILES))
-    names = sorted(path.relative_to(place).as_posix() for pattern in patterns for path in place.glob(pattern))
-    return _Source(place, tuple(names), lambda name: read_bytes(place / name, MAX_FILE_BYTES))
+    names = sorted(path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern))
+    return _Source(folder, tuple(names), lambda name: read_bytes(folder / name, MAX_FILE_BYTES))
 
 
 def _cells(source: _Source, log: Callable[[str], None]) -> Iterator[_Cell]:
@@ -239,15 +239,15 @@ class _Network:
 
     def read(self, log: Callable[[str], None]) -> dict[str, bytes]:
         """The files by their path within the source; none where one of them is too large or damaged."""
-        made: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         for file in _RUN_FILES:
             name = f"{NETWORKS}/{self.name}/{file}"
             try:
-                made[name] = self.source.read(name)
+                files[name] = self.source.read(name)
             except InvalidFile as fault:
                 log(f"{self.source.where / NETWORKS / self.name} is left out: {file}: {fault}")
                 return {}
-        return made
+        return files
 
 
 def _networks(source: _Source) -> Iterator[_Network]:
@@ -256,12 +256,12 @@ def _networks(source: _Source) -> Iterator[_Network]:
         match = _NETWORK.fullmatch(name)
         if match is not None:
             files.setdefault(match[1], set()).add(match[2])
-    for network, there in sorted(files.items()):
-        if there == set(_RUN_FILES):
+    for network, names in sorted(files.items()):
+        if names == set(_RUN_FILES):
             yield _Network(source, network)
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    about = zipfile.ZipInfo(name, _EPOCH)
-    about.create_system, about.external_attr = 3, 0o644 << 16
-    archive.writestr(about, content, zipfile.ZIP_DEFLATED, 6)
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.create_system, info.external_attr = 3, 0o644 << 16
+    archive.writestr(info, content, zipfile.ZIP_DEFLATED, 6)

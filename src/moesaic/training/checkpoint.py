@@ -89,7 +89,7 @@ class Metadata:
         spec, scale = header.spec, header.scale
         with refused_as(f"{where}.scale cannot be used"):
             normalize = None if scale is None else Normalize(scale.mean, scale.std)
-        made = cls(
+        metadata = cls(
             None if spec is None else ModelSpec(spec.name, dict(spec.arguments), tuple(map(dict, spec.conversions))),
             tuple(map(printable, header.class_names)),  # they are printed and shown on pages
             tuple(map(printable, header.cluster_names)),
@@ -99,8 +99,8 @@ class Metadata:
             header.metrics,
             header.tested,
         )
-        made._check(where)
-        return made
+        metadata._check(where)
+        return metadata
 
     def _check(self, where: str) -> None:
         """Refuses values that no training writes: from a file, they would be asked of memory, or shown."""
@@ -272,8 +272,8 @@ class _Network:
 
 def _runs_inside(folder: Path) -> str:
     """Names runs in a folder of runs, or in that of a comparison, as the end of a sentence."""
-    found = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
-    return f"; use {first_names([str(each) for each in found])}" if found else ""
+    runs = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
+    return f"; use {first_names([str(each) for each in runs])}" if runs else ""
 
 
 @contextmanager
@@ -329,8 +329,8 @@ def _build(spec: ModelSpec, router: RouterLike | None, network: _Network, refusa
 
 def _refuse_differences(refusal: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Lists the tensors in which file and network differ."""
-    own = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
-    differences = shape_differences(shapes, own)
+    network = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
+    differences = shape_differences(shapes, network)
     if differences:
         raise CheckpointError(f"{refusal}: {differences}")
 

@@ -142,11 +142,11 @@ def plan_comparison(
         smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs, workers)
         if smallest.seconds <= budget:
             return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds + spent)
-    least = smallest.grid
+    labels, trials, epochs = smallest.grid.samples[0], smallest.grid.trials, smallest.recipe.epochs
     raise OverBudget(
         f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({len(contenders)} networks with "
-        f"{least.samples[0]:,} labels, {least.trials} trials, {smallest.recipe.epochs} epochs) takes about "
-        f"{smallest.seconds / 60:.1f}; use --minutes {-(-(smallest.seconds + spent) // 60) + 1:.0f} or more, fewer "
+        f"{labels:,} labels, {trials} trials, {epochs} epochs) takes about {smallest.seconds / 60:.1f}; "
+        f"use --minutes {-(-(smallest.seconds + spent) // 60) + 1:.0f} or more, fewer "
         "networks or smaller images"
     )
 
@@ -191,24 +191,24 @@ def _smaller(grid: Grid, recipe: Recipe) -> Iterator[tuple[Grid, Recipe]]:
 
 
 def _left_out(full: ComparisonPlan, plan: ComparisonPlan) -> tuple[str, ...]:
-    found: list[str] = []
+    left_out: list[str] = []
     trials = full.grid.trials - plan.grid.trials
     if trials:
-        found.append(f"{trials} of {full.grid.trials} trials")
+        left_out.append(f"{trials} of {full.grid.trials} trials")
     samples = [size for size in full.grid.samples if size not in plan.grid.samples]
     if samples:
-        found.append(f"{' and '.join(f'{size:,}' for size in samples)} labels")
+        left_out.append(f"{' and '.join(f'{size:,}' for size in samples)} labels")
     epochs = full.recipe.epochs - plan.recipe.epochs
     if epochs:
-        found.append(f"{epochs} of {full.recipe.epochs} epochs")
-    return tuple(found)
+        left_out.append(f"{epochs} of {full.recipe.epochs} epochs")
+    return tuple(left_out)
 
 
 def measure_costs(
     runs: ComparisonRuns, contenders: Sequence[Contender], grid: Grid, log: Callable[[str], None]
 ) -> dict[str, RunCost]:
     """Measures the networks that have runs left to do, whatever part of the grid a plan will choose."""
-    found: dict[str, RunCost] = {}
+    costs: dict[str, RunCost] = {}
     backbones: set[str] = set()
     trials = range(grid.max_trials or grid.trials)
     for who in contenders:
@@ -220,10 +220,10 @@ def measure_costs(
         cost = _measure(runs, who, small)
         if time.perf_counter() - start - cost.setup < _REPEATED_BELOW_SECONDS:
             cost = _measure(runs, who, small)
-        found[who.model.name] = replace(cost, features=0.0 if backbone in backbones else features)
+        costs[who.model.name] = replace(cost, features=0.0 if backbone in backbones else features)
         if backbone:
             backbones.add(backbone)
-    return found
+    return costs
 
 
 def _small_images(

@@ -210,12 +210,12 @@ def _write_aoti(
             package_path=str(unfinished),
             inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
         )
-        found = aoti_load_package(str(unfinished))(example)
+        logits = aoti_load_package(str(unfinished))(example)
         # mixtures of networks compile under torch 2.13 without an error, and give other logits
-        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
                 f"export: compiled by AOTInductor the network gives other logits, by up to "
-                f"{float((found - expected).abs().max()):.1e}; use format='pt2' or 'onnx'"
+                f"{float((logits - expected).abs().max()):.1e}; use format='pt2' or 'onnx'"
             )
 
 

@@ -178,8 +178,8 @@ def fit(
             torch.manual_seed(generator_seed(seed, "fit"))
             trained = stack.enter_context(attached(model, shared))
             stack.enter_context(freeze_layers(trained, recipe.trainable))
-            every = [*default_callbacks(trained, recipe, **options), *more]
-            obstacle = graph_obstacle(recipe, device, every, 1 if shared.ranks is None else shared.ranks.size)
+            all_callbacks = [*default_callbacks(trained, recipe, **options), *more]
+            obstacle = graph_obstacle(recipe, device, all_callbacks, 1 if shared.ranks is None else shared.ranks.size)
             trainer = Trainer(
                 trained,
                 _placed(dataset, device),
@@ -192,7 +192,7 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                every,
+                all_callbacks,
                 test_features,
                 shared,
                 _graphs(cuda_graph, device, obstacle, is_short(recipe, len(dataset.train)), progress),
@@ -212,14 +212,14 @@ def default_callbacks(
     """
     if isinstance(model, DeepMoE):
         return [GateCallback(model, teacher)]  # no alarm: closing channels for good is what is wanted
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     if not routed_layers(model):
-        return found
+        return callbacks
     if recipe.balance_weight:
-        found.append(BalanceLossCallback())
+        callbacks.append(BalanceLossCallback())
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
-        found += [CollapseCallback(), RoutingCallback()]
-    return found
+        callbacks += [CollapseCallback(), RoutingCallback()]
+    return callbacks
 
 
 def _load_complete(run_dir: RunDir, model: nn.Module, parallel: OneProcess) -> FitResult | None:

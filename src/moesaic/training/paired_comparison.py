@@ -264,14 +264,14 @@ def _effort(comparison: Comparison, run: Run, level: float) -> tuple[float, floa
 
 
 def _amount(values: Array) -> Estimate:
-    found = mean(values)
-    return Estimate(found.value, max(found.low, 0.0), found.high)
+    estimate = mean(values)
+    return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
 
 def _ratio(ours: Array, theirs: Array) -> Estimate:
     """The geometric mean of the ratios of trials: their logarithms have Student's interval, however few they are."""
-    found = mean(np.log(ours / theirs))
-    return Estimate(math.exp(found.value), math.exp(found.low), math.exp(min(found.high, 700.0)))
+    log_ratio = mean(np.log(ours / theirs))
+    return Estimate(math.exp(log_ratio.value), math.exp(log_ratio.low), math.exp(min(log_ratio.high, 700.0)))
 
 
 def _curve(comparison: Comparison, model: str) -> Curve:

@@ -239,11 +239,11 @@ class Recipe:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
         """Reads what ``to_json`` or ``cell_spec`` returned, of this version or an earlier one."""
-        made = rename_old_keys(content)
-        made["milestones"] = tuple(made["milestones"])
-        if "gates" in made:
-            made["gates"] = GateRecipe.from_json(made["gates"])
-        return cls(**made)
+        fields = rename_old_keys(content)
+        fields["milestones"] = tuple(fields["milestones"])
+        if "gates" in fields:
+            fields["gates"] = GateRecipe.from_json(fields["gates"])
+        return cls(**fields)
 
     def cell_spec(self) -> dict[str, Any]:
         """Returns the recipe as the specification of a cell has it.
@@ -265,5 +265,5 @@ def rename_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def _even_parts(samples: int, parts: int) -> list[int]:
     """``samples`` shared out over ``parts`` as evenly as whole numbers allow."""
-    least, over = divmod(samples, parts)
-    return [least + (part < over) for part in range(parts)]
+    base, extra = divmod(samples, parts)
+    return [base + (part < extra) for part in range(parts)]

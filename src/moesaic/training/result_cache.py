@@ -137,10 +137,10 @@ def read_cell(path: Path) -> StoredCell:
 
 def parse_cell(content: bytes, where: str) -> StoredCell:
     """Returns the cell that a file of this content has; raises `InvalidFile` where that is damaged."""
-    found = parse_json(content, where, advice="the cell is done again")
-    if not isinstance(found, dict) or "digest" not in found:
+    parsed = parse_json(content, where, advice="the cell is done again")
+    if not isinstance(parsed, dict) or "digest" not in parsed:
         raise InvalidFile("not a cell")
-    written, whole = check_json_digest(cast("dict[str, Any]", found), "digest")
+    written, whole = check_json_digest(cast("dict[str, Any]", parsed), "digest")
     if not whole:
         raise InvalidFile("its content does not match its digest")
     return cast("StoredCell", decode(StoredCell, written, "cell"))

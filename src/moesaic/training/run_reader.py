@@ -125,13 +125,13 @@ def _read_result(path: Path, classes: int) -> FitResult | None:
         return None
     whole = _whole(read_json(path, advice=_ADVICE), f"{path}")
     with refused_as(f"{path} is not what a run writes"):
-        made = FitResult.from_json({**whole, "epochs": []})
-        numbers = (made.accuracy, made.seconds, *made.class_accuracy, *made.cluster_accuracy)
-        if not all(_is_number(each) for each in numbers) or len(made.class_accuracy) != classes:
+        result = FitResult.from_json({**whole, "epochs": []})
+        numbers = (result.accuracy, result.seconds, *result.class_accuracy, *result.cluster_accuracy)
+        if not all(_is_number(each) for each in numbers) or len(result.class_accuracy) != classes:
             raise InvalidFile(f"{path}: accuracies are not numbers, or not one for each of {classes} classes")
-        metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
+        metrics = {name: value for name, value in result.metrics.items() if _is_number(value)}
         epochs = tuple(_epoch(each, f"{path}.epochs") for each in whole["epochs"])
-        return replace(made, epochs=epochs, images=int(made.images), stopped=str(made.stopped), metrics=metrics)
+        return replace(result, epochs=epochs, images=int(result.images), stopped=str(result.stopped), metrics=metrics)
 
 
 def _read_metrics(path: Path) -> tuple[Epoch, ...]:
@@ -159,11 +159,11 @@ def _whole(content: Any, where: str) -> dict[str, Any]:
 
 
 def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
-    made = Epoch.from_json(content)
-    own = {each.name: getattr(made, each.name) for each in fields(Epoch) if each.name not in ("metrics", "routing")}
-    checked = cast("Epoch", decode(Epoch, {**own, "alarms": list(made.alarms)}, where, more=True))
-    metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
-    routing: dict[str, LayerRouting] = {name: each for name, each in made.routing.items() if each.load}
+    epoch = Epoch.from_json(content)
+    values = {each.name: getattr(epoch, each.name) for each in fields(Epoch) if each.name not in ("metrics", "routing")}
+    checked = cast("Epoch", decode(Epoch, {**values, "alarms": list(epoch.alarms)}, where, more=True))
+    metrics = {name: value for name, value in epoch.metrics.items() if _is_number(value)}
+    routing: dict[str, LayerRouting] = {name: each for name, each in epoch.routing.items() if each.load}
     numbers = [value for value in vars(checked).values() if isinstance(value, int | float)]
     numbers += [value for each in routing.values() for value in (*each.load, each.entropy, each.class_entropy)]
     if not all(map(_is_number, numbers)) or checked.number < 1:

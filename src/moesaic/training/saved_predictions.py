@@ -180,18 +180,18 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
     for name, dtype in _DTYPES.items():
         check(tensors[name].dtype == dtype, f"{name} is {tensors[name].dtype}; it must be {dtype}")
     labels, predicted, top, images = (tensors[name] for name in ("labels", "predicted", "top", "images"))
-    own, probability, label_probability = (tensors[name] for name in ("mistake_labels", *_MISTAKE_COLUMNS[2:]))
+    mistake_labels, _, probability, label_probability = (tensors[name] for name in _MISTAKE_COLUMNS)
     check(labels.ndim == 1 and labels.shape == predicted.shape, "labels and predictions are not equally long")
     count = len(top)
     check(top.ndim == 2 and 1 <= top.shape[1] <= _MAX_TOP and top.shape == probability.shape, "top classes do not fit")
-    check(count <= _MAX_MISTAKES and own.shape == label_probability.shape == (count,), "mistakes do not fit")
+    check(count <= _MAX_MISTAKES and mistake_labels.shape == label_probability.shape == (count,), "mistakes do not fit")
     check(images.ndim == 4 and len(images) == count and images.shape[1] in (1, 3), "images do not fit")
     check(
         count == 0 or 1 <= min(images.shape[2:]) <= max(images.shape[2:]) <= _MAX_SIDE,
         "images have the wrong size",
     )
     check(len(header.names) in (0, count), "names do not fit")
-    for numbers in (labels, predicted, own, top):
+    for numbers in (labels, predicted, mistake_labels, top):
         check(
             not numbers.numel() or 0 <= int(numbers.min()) <= int(numbers.max()) < classes, "classes are out of range"
         )
@@ -199,8 +199,10 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
         check(bool(((numbers >= 0) & (numbers <= 1)).all()), "probabilities are not from 0 to 1")
     columns = zip(*(cast("list[Any]", tensors[name].tolist()) for name in _MISTAKE_COLUMNS), strict=True)
     mistakes = [
-        Mistake(label, tuple(top), tuple(values), own, image, name)
-        for (label, top, values, own), image, name in zip(columns, images, header.names or ("",) * count, strict=True)
+        Mistake(label, tuple(top), tuple(values), of_label, image, name)
+        for (label, top, values, of_label), image, name in zip(
+            columns, images, header.names or ("",) * count, strict=True
+        )
     ]
     return SavedPredictions(header.epoch, labels, predicted, tuple(mistakes))
 
