@@ -32,6 +32,7 @@ from moesaic.training.fit import fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.global_batch_layers import spread_batch, sync_batch_norm
 from moesaic.training.interruption import request_stop
+from moesaic.training.optimizers import build_optimizers
 from moesaic.training.recipe import Recipe
 from moesaic.training.saved_predictions import PREDICTIONS, read_predictions
 
@@ -214,6 +215,22 @@ def test_ranks_train_a_network_that_has_frozen_weights():
     alone = work("none")
     found = run_ranks(2, lambda: [largest(work(parallel), alone) for parallel in ("ddp", "fsdp")])
     assert max(max(each) for each in found) < 1e-8
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizers_of_a_gpu_take_sharded_weights(optimizer):
+    def work(parallel: Any) -> dict[str, Tensor]:
+        model = seeded(normed_expert).double()
+        with attached(model, create_parallel(parallel, CPU)) as run:
+            optimizers = build_optimizers(run, replace(PLAIN, optimizer=optimizer), torch.device("cuda"))
+            for _ in range(2):
+                for parameter in run.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                optimizers[0].step()
+        return model.state_dict()
+
+    alone = work("none")
+    assert max(run_ranks(2, lambda: largest(work("fsdp"), alone))) < 1e-12
 
 
 # checkpoints

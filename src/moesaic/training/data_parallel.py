@@ -41,6 +41,7 @@ __all__ = [
     "check_parallel",
     "create_parallel",
     "full",
+    "is_sharded",
     "local",
     "shard_like",
 ]
@@ -264,21 +265,22 @@ def create_parallel(name: ParallelName, device: torch.device) -> OneProcess:
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that this rank has."""
-    return cast("Any", tensor).to_local() if _is_sharded(tensor) else tensor
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor; all ranks take part."""
-    return cast("Any", tensor).full_tensor() if _is_sharded(tensor) else tensor
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def _is_sharded(tensor: Tensor) -> bool:
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank has a part of the tensor."""
     return hasattr(tensor, "full_tensor")  # a DTensor, whose import takes half a second
 
 
 def shard_like(like: Tensor, value: Tensor) -> Tensor:
     """Returns a whole tensor in the layout of another, of which this rank may have a part."""
-    if not _is_sharded(like):
+    if not is_sharded(like):
         return torch.empty_like(like, dtype=value.dtype).copy_(value)
     from torch.distributed.tensor import distribute_tensor
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from moesaic.layers.recording import routed_layers
 from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.routing import ChannelGate
-from moesaic.training.data_parallel import shard_like
+from moesaic.training.data_parallel import is_sharded, shard_like
 from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.recipe import Recipe
 from moesaic.training.trainable_layers import layer_factors
@@ -117,6 +117,8 @@ def _build_normalized_gd(model: nn.Module, recipe: Recipe, fused: bool) -> list[
 
 
 def _build_sgd(groups: list[dict[str, Any]], recipe: Recipe, fused: bool) -> Optimizer:
+    # torch 2.13 has fused SGD for whole tensors only, and fused AdamW for shards too
+    fused = fused and not any(is_sharded(parameter) for group in groups for parameter in group["params"])
     optimizer = torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, fused=fused)
     if fused and recipe.momentum:
         optimizer.register_step_pre_hook(_init_momentum)
