@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 FEW_TRIALS = 5
-"""With fewer, a bootstrap over trials is too narrow."""
+"""Trials below which a bootstrap interval over trials is too narrow."""
 
 Curve: TypeAlias = tuple[Sequence[float], Array]
 """Increasing sample sizes (S,) and the accuracy of each trial at each size (S, T)."""

@@ -37,14 +37,15 @@ __all__ = ["BEAT_SECONDS", "STALE_SECONDS", "Holder", "Lease", "Leases", "is_run
 T = TypeVar("T")
 
 BEAT_SECONDS = 10.0
-"""From one heartbeat to the next."""
+"""Seconds from one heartbeat to the next."""
 STALE_SECONDS = 120.0
-"""Without a heartbeat, after which a process elsewhere counts as dead; network file systems cache for a minute."""
+"""Seconds without a heartbeat after which a process on another machine counts as dead; network file systems cache for
+a minute."""
 POLL_SECONDS = 0.5
-"""From one look at the leases of others to the next."""
+"""Seconds from one check of the leases of others to the next."""
 _SUFFIX = ".lease"
 _FILE_BYTES = 1024
-"""Bytes of a lease, always as many: a heartbeat overwrites it in place."""
+"""Bytes of every lease: a heartbeat overwrites it in place."""
 _LIMITS = JsonLimits(bytes=1 << 16, values=100)
 
 
@@ -59,9 +60,9 @@ class Holder:
     machine: str
     """Within which the pid counts: the boot of a machine and the pid namespace of a container."""
     process: str
-    """When the process started: a pid is given again."""
+    """Start time of the process, as pids are reused."""
     token: str
-    """Tells leases apart."""
+    """Identifies the lease."""
     beats: int = 0
     """Heartbeats so far."""
 
@@ -122,7 +123,7 @@ class Leases:
         self._clock = clock
         self._wait = wait
         self._seen: dict[str, tuple[bytes, float]] = {}
-        """What a file had, and since when, by the clock of this process."""
+        """Content of each file, and since when it is unchanged by the clock of this process."""
 
     def acquire(self, key: str) -> Lease | None:
         """Returns the lease of a key, or None while another process has it."""
@@ -175,7 +176,7 @@ class Leases:
                     self._path(key, generation).unlink()
 
     def wait(self) -> None:
-        """Waits before another look at the leases of others."""
+        """Waits before the next check of the leases of others."""
         self._wait(POLL_SECONDS)
 
     def _path(self, key: str, generation: int) -> Path:
@@ -196,7 +197,7 @@ class Leases:
         try:
             content = _read(path)
         except FileNotFoundError:
-            return False  # released this moment: the next look finds it so
+            return False  # just released, which the next check will see
         holder = _parse(content)
         if holder is not None and is_running(holder) is False:
             return True

@@ -50,7 +50,7 @@ class InvalidFile(ValueError):
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """What a JSON text may ask of memory and of the stack."""
+    """Limits of a JSON text: the memory and the recursion that reading it takes."""
 
     bytes: int = 1 << 26
     depth: int = 64

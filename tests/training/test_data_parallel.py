@@ -168,6 +168,7 @@ def of_two(alone: dict[str, Any]) -> dict[str, Any]:
                 found[f"{name} {parallel}"] = [largest(weights, alone[name][0]), close(told, alone[name][1]), told]
         found["norm"] = batch_norm_of_parts()
         found["gather"] = gathered_parts()
+        found["synchronised"] = stays_synchronised()
         found["loops"] = {name: loop() for name, loop in LOOPS.items()}
         found["errors"] = refusals()
         return found
@@ -231,6 +232,10 @@ def test_optimizers_of_a_gpu_take_sharded_weights(optimizer):
 
     alone = work("none")
     assert max(run_ranks(2, lambda: largest(work("fsdp"), alone))) < 1e-12
+
+
+def test_a_synchronised_network_stays_so_after_a_run(of_two):
+    assert of_two["synchronised"] is True
 
 
 # checkpoints
@@ -310,6 +315,14 @@ def batch_norm_of_parts() -> float:
                 found.append([y.detach(), *grads, mean, var])
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(*found, strict=True)))
     return worst
+
+
+def stays_synchronised() -> bool:
+    model = sync_batch_norm(normed_expert())
+    kind, batch = type(model[1]), model[1].global_batch
+    with spread_batch(model, GlobalBatch()):
+        bound = model[1].global_batch is not batch
+    return bound and type(model[1]) is kind and model[1].global_batch is batch
 
 
 def gathered_parts() -> list[Any]:

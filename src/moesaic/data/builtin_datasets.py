@@ -44,7 +44,7 @@ image size, None for the dataset's own, the cache of decoded images, and the see
 
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """How a dataset is loaded, and how its files are found."""
+    """A built-in dataset: functions that load it and that find its files."""
 
     load: DatasetLoader
     locate: Locate

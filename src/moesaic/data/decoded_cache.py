@@ -115,7 +115,7 @@ def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
 
 @dataclass(frozen=True)
 class _Header:
-    """What DIGEST.json says about the pixels, besides its own checksum."""
+    """The content of DIGEST.json, without its own checksum."""
 
     kept: tuple[int, ...]
     """Rows of the requested files that were decoded, ascending."""
@@ -164,7 +164,7 @@ class _CacheEntry:
         return None
 
     def _log_once(self, message: str) -> None:
-        """An entry is looked at again before it is written, for another process may have written it."""
+        """Log a message once: an entry is read again before it is written, for another process may have written it."""
         if not self._damage_logged:
             self._damage_logged = True
             self.log(message)

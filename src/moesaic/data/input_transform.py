@@ -1,4 +1,4 @@
-"""From an image to the input of a trained network, exactly as in training: crop, resize, normalize."""
+"""The transform of images to the input of a trained network, exactly as in training: crop, resize, normalize."""
 
 from __future__ import annotations
 

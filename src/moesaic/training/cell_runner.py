@@ -1,8 +1,8 @@
 """Runs cells together with other workers: processes, on one machine or on several, that share the folder of the cells.
 
 A worker takes the first cell that is neither finished nor under the lease of another worker, runs and stores it, and
-looks again. When every cell that is left is under a lease, it waits: for the results of the others, or for the leases
-that dead workers leave. All workers end with the same results, whoever computed them and in whatever order.
+looks again. When every pending cell is under a lease, it waits: for the results of the others, or for the leases
+of dead workers to expire. All workers end with the same results, whichever worker computed them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def run_cells(
 ) -> list[CachedResult]:
     """Returns the results of the cells, in their order, after running those that no other worker runs.
 
-    Cells that are finished at the start count for nothing in the progress; what others finish later is skipped there.
-    ``on_result`` is called with the digest and the result of each cell as soon as it is there, whoever computed it.
+    Cells that are finished at the start are not part of the progress; those that others finish later are skipped in it.
+    ``on_result`` is called with the digest and the result of each cell as soon as it is finished, by any worker.
     ``may_start`` is asked before each cell; one that may not start is left out, and has no result in the list.
     """
     by_digest: dict[str, CellWork] = {}

@@ -19,7 +19,7 @@ CELLS = "cells"
 """The subfolder of the cells."""
 
 State = Literal["done", "running", "abandoned", "damaged", "missing"]
-"""abandoned: its worker, on this machine, is dead; the next worker that looks takes over. damaged: it is done again."""
+"""abandoned: its worker, on this machine, is dead, and another one will take over; damaged: it will be done again."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CellStatus:
     digest: str
     state: State
     seconds: float | None = None
-    """How long it took, where it is done."""
+    """Seconds that it took; None if it is not done."""
     host: str = ""
     """Machine of the worker, where there is one."""
     pid: int | None = None
@@ -39,7 +39,7 @@ class CellStatus:
     heartbeat_age: float | None = None
     """Seconds since the last heartbeat, by the clocks of this machine and of the folder's."""
     needs: str = ""
-    """What a machine that planned it lacked to run it."""
+    """`PlannedCell.needs`."""
 
 
 @dataclass(frozen=True)

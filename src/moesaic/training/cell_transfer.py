@@ -42,7 +42,7 @@ class ConflictingCells(ValueError):
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did."""
+    """The result of a merge: numbers of cells and networks."""
 
     cells: int
     """Cells that were added."""

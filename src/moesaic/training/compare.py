@@ -42,7 +42,7 @@ _NOTED_MARGIN = 3.0
 
 @dataclass(frozen=True)
 class Grid:
-    """What to run: every model with every number of samples, ``trials`` times or up to ``max_trials`` times."""
+    """The runs of a comparison: every model with every number of samples, ``trials`` or up to ``max_trials`` times."""
 
     models: tuple[str, ...]
     """Networks as `ModelSpec.parse` reads them, such as "wrn10_2_pmoe:patches_per_expert=8". Others are compared with
@@ -82,7 +82,7 @@ class Grid:
             )
 
     def check(self, dataset: ImageDataset) -> None:
-        """Whether the dataset has images enough; an error says how many there are."""
+        """Refuses a dataset with too few images."""
         fewest, most, available = self.samples[0], self.samples[-1], len(dataset.train)
         if most > available:
             raise ValueError(
@@ -121,13 +121,13 @@ def compare(
     seconds_left: Callable[[], float] | None = None,
     head_lrs: bool = False,
 ) -> Comparison:
-    """Run what is missing of the grid, and put everything together.
+    """Compares models: trains those runs of the grid that are not finished, and returns the results of all.
 
     ``recipe.trainable`` and ``recipe.layer_decay`` apply to pretrained models; others are trained as a whole. Where
     only heads are trained, the features of a backbone are computed once for all runs and cached in ``cache_dir``, or
     in memory. Pretrained models have their own normalization.
 
-    ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
+    ``settings`` are settings that runs depend on besides images, labels and the other arguments: the augmentation.
     ``head_lrs`` gives heads on frozen backbones their own learning rates (`head_recipe`) in place of ``recipe.lr``.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
     samples, one for each model.

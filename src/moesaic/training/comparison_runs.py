@@ -59,7 +59,7 @@ class ComparisonRuns:
     cache_dir: Path | None
     head_lrs: bool
     images: dict[str, ImageDataset]
-    """The images as each model takes them, with features where these stand for them."""
+    """The dataset with the normalization of each model, and with features where it trains on features."""
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class ComparisonRuns:
         return cls(dataset, recipe, out, seed, torch.device(device), options, cells, cache_dir, head_lrs, {})
 
     def seconds(self, models: Sequence[Contender], samples: Sequence[int], trial: int) -> float:
-        """How long the missing runs of a trial will take, by the median of the same runs of earlier trials."""
+        """Returns the time of the missing runs of a trial: the median time of the same runs of earlier trials."""
         total = 0.0
         for who, size in itertools.product(models, samples):
             if self.find(who, size, trial) is None:
@@ -164,7 +164,7 @@ class ComparisonRuns:
         return _cell_result(result, samples, has_groups(self.dataset))
 
     def images_of(self, contender: Contender, log: Callable[[str], None]) -> ImageDataset:
-        """The images as a model takes them; features are computed where these stand for them."""
+        """Returns the dataset with the normalization of a model; features are computed where it trains on features."""
         if contender.model.name not in self.images:
             dataset = self.normalized(contender)
             model = self.backbone_of(contender, dataset)
@@ -182,7 +182,7 @@ class ComparisonRuns:
         return self.dataset.with_normalize(Normalize(config.mean, config.std))
 
     def backbone_of(self, contender: Contender, dataset: ImageDataset) -> nn.Module | None:
-        """The model, where its features stand for the images of a dataset; None where they do not."""
+        """Returns the model if it trains on its features in place of the images of a dataset; else None."""
         if self.recipe_of(contender).trainable != "head":
             return None
         with torch.random.fork_rng(devices=[]):
@@ -196,7 +196,7 @@ class ComparisonRuns:
         return head_recipe(self.recipe, contender.spec.arguments.get("head")) if self.head_lrs else self.recipe
 
     def _content(self, contender: Contender, samples: int, trial: int) -> dict[str, Any]:
-        """Everything the run depends on; of a file of weights, its digest."""
+        """The settings that the run depends on; of a file of weights, its digest."""
         model = contender.spec.to_json()
         model["arguments"].pop("weights", None)
         return {

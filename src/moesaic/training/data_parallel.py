@@ -1,4 +1,4 @@
-"""How processes share the steps of training: data parallelism, and fully sharded data parallelism (FSDP2).
+"""Training steps shared by processes: data parallelism, and fully sharded data parallelism (FSDP2).
 
 Every rank computes its part of every batch, and all together take the step of one process: the loss of a rank is its
 share of the loss of the whole batch, so that gradients are *summed*, whatever the sizes of the parts; norms, router

@@ -45,7 +45,7 @@ SUFFIXES: dict[Format, str] = {
     "aoti": ".aoti.pt2",
     "safetensors": ".safetensors",
 }
-"""How the names of files end."""
+"""Suffixes of file names."""
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -77,7 +77,7 @@ class ServingModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What was written, and images to try it on; made by `export`."""
+    """An exported file, and images to test it on; returned by `export`."""
 
     path: Path
     format: Format
@@ -281,7 +281,7 @@ def _json(content: object) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What lies at the bottom of it, in a line."""
+    """The first line of the error that caused the others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error).strip()

@@ -238,7 +238,7 @@ def _load_complete(run_dir: RunDir, model: nn.Module, parallel: OneProcess) -> F
 def _graphs(
     asked: bool | None, device: torch.device, obstacle: str, short: bool, progress: Progress
 ) -> DeviceGraphs | None:
-    """What records steps, unless they are to run eagerly; says so where a user may expect graphs."""
+    """Returns the graphs of steps, or None if they run eagerly; where a user may expect graphs, a message says why."""
     if asked is False or (asked is None and (device.type != "cuda" or short)):
         return None
     if obstacle:

@@ -27,7 +27,7 @@ class Epoch:
     """The metrics of an epoch: a line of metrics.jsonl."""
 
     number: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     loss: float
     """Mean training loss over the images of the epoch, each before its step."""
     train_accuracy: float
@@ -93,13 +93,13 @@ class FitResult:
     images: int
     """Training images seen, with repetition."""
     stopped: str
-    """Why it ended: "all epochs" or "zero training error"."""
+    """Why training ended: "all epochs" or "zero training error"."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of callbacks for the trained model."""
 
     @property
     def cost(self) -> float | None:
-        """Of networks with channel gates: mean multiply-adds of a test image as a share of the network without gates.
+        """Mean multiply-adds of a test image as a share of the network without gates; None without channel gates.
 
         The embedding network and the gate heads count.
         """

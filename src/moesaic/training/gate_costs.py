@@ -118,7 +118,7 @@ class _Scores:
         self._open = int((self._falling > 0).sum())
         self._min_open = len(scores_BE)  # one for each image
         self.most = len(self._falling) / max(self._open, 1)
-        """From this factor on, all gates are open."""
+        """The factor from which on all gates are open."""
 
     def shift(self, factor: float) -> float:
         """Returns the shift for ``factor`` times as many open gates; at least one per image on average."""

@@ -331,7 +331,7 @@ class GateTraining:
         return cost, sum(share * each for share, each in zip(open_L, blocks, strict=True)) / sum(blocks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on: tensors, and values that JSON can represent."""
+        """Returns the state that the next step depends on: tensors, and values that JSON can represent."""
         return {
             "recent": self._recent[1:],
             "epoch": self._epoch[1:],

@@ -26,7 +26,7 @@ __all__ = ["RankError", "Ranks", "join_job", "local_device", "one_per_machine_fi
 T = TypeVar("T")
 
 _DECISION_TIMEOUT = timedelta(hours=12)
-"""How long ranks wait for a decision of the first, which may have a dataset to decode."""
+"""Timeout of decisions: the first rank may have a dataset to decode."""
 
 _WAIT_FOR_AGENT = 60.0
 """Seconds in which the store of a torchrun on this machine must answer: it was there before its ranks."""
@@ -145,8 +145,8 @@ class _Job:
 def join_job(device: torch.device | str) -> Ranks | None:
     """Returns the ranks of the job that this process belongs to, or None if it is on its own.
 
-    A job is what ``torchrun`` starts, or whoever calls ``torch.distributed.init_process_group``. The process group is
-    made here unless there is one.
+    A job is started by ``torchrun``, or by a call of ``torch.distributed.init_process_group``. The process group is
+    initialized here unless there is one.
     """
     if not _dist.is_available():
         return None
@@ -185,7 +185,7 @@ def _store_of_restart() -> dict[str, Any]:
 
 
 def _check_agent() -> None:
-    """Refuses to wait for a torchrun that died before this rank could ask for a signal at its death."""
+    """Raises an error if torchrun died before this rank asked for a signal at its death."""
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, timeout=_WAIT_FOR_AGENT).close()

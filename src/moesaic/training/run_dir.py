@@ -43,11 +43,11 @@ T = TypeVar("T")
 _MAY_DIFFER = ("versions", "device", "threads", "ranks", "data.name", "model.arguments.weights")
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
-"""Differences that an error lists."""
+"""Differences that an error lists, at most."""
 
 
 class FolderInUse(CheckpointError):
-    """Another process is at work in the folder of a run."""
+    """Another process uses the folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RunDir:
         self.result = folder / "result.json"
         self.metrics = folder / "metrics.jsonl"
         self.other_threads: int | None = None
-        """The number of CPU threads that the run began with, if it is another one now: sums are rounded differently."""
+        """The number of CPU threads that the run began with, if another one: sums are then rounded differently."""
         self._lock: int | None = None
         self._ranks = ranks
         self.writes = ranks is None or ranks.is_first
@@ -146,7 +146,7 @@ class RunDir:
         self._write(self.metrics, append)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """The run is complete."""
+        """Write the result of a complete run, and remove the state of training in progress."""
         if not self.writes:
             return
         content: dict[str, Any] = json.loads(json.dumps(as_json(result)))  # as it will be read
@@ -271,7 +271,7 @@ def _check_same(folder: Path, stored: Mapping[str, Any], config: Mapping[str, An
 
 
 def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
-    """A tree of settings as one level, under dotted names."""
+    """Flattens nested settings; their names are joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, dict):

@@ -46,11 +46,11 @@ class RunData:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """What is in the folder of a run."""
+    """The content of the folder of a run."""
 
     folder: Path
     model: Mapping[str, Any]
-    """As config.json has it: its name and arguments, or its class."""
+    """The entry in config.json: name and arguments, or the class."""
     data: RunData
     recipe: Mapping[str, Any]
     seed: int
@@ -59,7 +59,7 @@ class RunRecord:
     result: FitResult | None
     """None while the run is not complete."""
     predictions: SavedPredictions | None
-    """Of the last test; None where there was none."""
+    """Predictions of the last test; None where there was none."""
 
     @property
     def model_name(self) -> str:

@@ -1,7 +1,7 @@
-"""predictions.safetensors in the folder of a run: what the network predicted in the last test, and its worst mistakes.
+"""predictions.safetensors in the folder of a run: the predictions of the last test, and the worst mistakes.
 
-`PredictionsCallback` takes the logits of a test that `fit` makes anyway. The file has all that a page about the run
-needs: it is made without the dataset, and without running the network again.
+`PredictionsCallback` gets the logits of the tests of `fit`. The page about a run is made from this file, without the
+dataset and without running the network again.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class Mistake:
     top: tuple[int, ...]
     """The classes with the highest probabilities; the first was predicted."""
     probabilities: tuple[float, ...]
-    """Those of ``top``."""
+    """Probabilities of ``top``."""
     label_probability: float
     image: Tensor
     """(C, H, W) uint8, of one or three channels."""
     name: str
-    """Of its file; empty where it is not known."""
+    """Name of its file; empty where it is not known."""
 
 
 @dataclass(frozen=True, eq=False)
 class SavedPredictions:
-    """What a network predicted for the test images."""
+    """The predictions of a network for the test images."""
 
     epoch: int
-    """After which it was tested."""
+    """The epoch after which the network was tested."""
     labels: Tensor
     """(B,)"""
     predicted: Tensor

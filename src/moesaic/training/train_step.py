@@ -36,7 +36,7 @@ class CompileError(RuntimeError):
 _ROUNDING_OF_DTYPE = {torch.bfloat16: 1e-2}
 """Rounding errors of a step in these dtypes, as a fraction of what it changes."""
 _ROUNDING_OF_FLOAT32 = 1e-4
-"""Likewise without autocast, TF32 included."""
+"""Rounding errors of a step without autocast, TF32 included, likewise."""
 
 ExtraLoss = Callable[[Any, Tensor, Tensor, float], "Tensor | float"]
 """``extra_loss(output, x, labels, epoch)``: a loss that is added to the cross-entropy of a micro-batch."""

@@ -16,7 +16,7 @@ __all__ = ["default_trainable", "eval_frozen", "freeze_layers", "frozen_paramete
 
 
 FEW_IMAGES = 5000
-"""With fewer training images, the backbone of a pretrained network is frozen by default."""
+"""Training images below which the backbone of a pretrained network is frozen by default."""
 
 
 def default_trainable(specs: Iterable[ModelSpec], images: int) -> str:

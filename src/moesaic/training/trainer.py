@@ -309,7 +309,7 @@ class Trainer:
         self.progress.advance(1, f"loss {epoch.loss:.3f}, train {epoch.train_accuracy:.1f} %{test}{more}, {speed}")
 
     def _test(self) -> Tensor:
-        """Which test images are correct; in the end by the whole network, unless features may stand for images."""
+        """Returns which test images are correct; the final test runs the whole network, unless ``test_features``."""
 
         def on_batch(logits: Tensor, labels: Tensor) -> None:
             for callback in self.callbacks:
