@@ -233,8 +233,7 @@ class Lease:
             self.lost = True
             return
         with open(descriptor, "rb+", buffering=0) as file:
-            holder = _parse(file.read(_FILE_BYTES))
-            if self.is_superseded() or (holder is not None and holder.token != self._holder.token):
+            if self.is_superseded() or self._is_other(_parse(file.read(_FILE_BYTES))):
                 self.lost = True
                 return
             self._holder = replace(self._holder, beats=self._holder.beats + 1)
@@ -246,15 +245,21 @@ class Lease:
         self._ended.set()
         if threading.current_thread() is not self._heart:
             self._heart.join()
-        for generation in range(self._generation, -1, -1):
-            with suppress(OSError):
-                self._leases._path(self.key, generation).unlink()  # pyright: ignore[reportPrivateUsage]
+        with suppress(OSError):
+            if self._is_other(_parse(_read(self._path))):  # which was made after the end of a process that took over
+                return
+            for generation in range(self._generation, -1, -1):
+                self._leases._path(self.key, generation).unlink(missing_ok=True)  # pyright: ignore[reportPrivateUsage]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+    def _is_other(self, holder: Holder | None) -> bool:
+        """Whether a file has the lease of another process; a damaged file may be this one's."""
+        return holder is not None and holder.token != self._holder.token
 
     def _beat_until_released(self) -> None:
         while not self._ended.wait(BEAT_SECONDS) and not self.lost:
