@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from moesaic.data.file_sources import ZipSource
 from moesaic.files import atomic_file, json_digest, write_atomic, write_new
+from moesaic.leases import Leases
 from moesaic.training.cell_plan import PLANS, SweepPlan, parse_plan, write_plan
 from moesaic.training.cell_status import CELLS, cells_folder
-from moesaic.training.result_cache import StoredCell, cell_digest, parse_cell
+from moesaic.training.result_cache import StoredCell, cell_digest, parse_cell, read_cell
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes
 
 __all__ = ["ConflictingCells", "Merged", "first_difference", "merge_cells", "pack_cells"]
@@ -101,7 +102,7 @@ def merge_cells(sources: Sequence[Path], out: Path, log: Callable[[str], None] =
         added = [cell for cell in cells.values() if cell.where != out]
         (out / CELLS).mkdir(parents=True, exist_ok=True)
         for cell in added:
-            write_new(out / cell.name, cell.content)
+            cell.write(out)
         for name, plan in plans.items():
             write_plan(out / name, plan)
         carried = 0
@@ -166,6 +167,19 @@ class _Cell:
     @property
     def key(self) -> str:
         return json_digest(self.stored.spec)
+
+    def write(self, out: Path) -> None:
+        """Writes the cell to a folder; a damaged file in its place is replaced, unless a worker runs the cell."""
+        path = out / self.name
+        if write_new(path, self.content):
+            return
+        lease = Leases(path.parent).acquire(cell_digest(self.stored.spec))
+        if lease is not None:
+            with lease:
+                try:
+                    read_cell(path)
+                except (InvalidFile, FileNotFoundError):
+                    write_atomic(path, self.content)
 
 
 def _check_equal(one: _Cell, other: _Cell) -> None:
