@@ -94,8 +94,8 @@ def printable(name: str) -> str:
 
 def nearest_divisors(number: int, near: int) -> str:
     """The two divisors of a number that are closest to another number, as words."""
-    divisors = (each for each in range(1, number + 1) if number % each == 0)
-    return either(sorted(sorted(divisors, key=lambda each: abs(each - near))[:2]))
+    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    return either(sorted(sorted(divisors, key=lambda divisor: abs(divisor - near))[:2]))
 
 
 def either(numbers: Sequence[int]) -> str:

@@ -292,8 +292,8 @@ def _ratio_of_few(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool
         in_place_of = samples_at(level, their_sizes, theirs_T, logarithmic=logarithmic)
         logs.append(math.log(needed / min(in_place_of, float(their_sizes[-1]))))
     if math.inf not in logs:
-        found = mean(logs)
-        return Estimate(*(math.exp(min(each, 700.0)) for each in (found.value, found.low, found.high)))
+        estimate = mean(logs)
+        return Estimate(*(math.exp(min(bound, 700.0)) for bound in (estimate.value, estimate.low, estimate.high)))
     if all(map(math.isinf, logs)):
         return Estimate(math.inf, math.inf, math.inf)
     # trials that never get there leave all but the mean curve open
@@ -310,8 +310,8 @@ def shared_level(*curves: Curve) -> float | None:
     71.0
     """
     means = [_checked(curve)[1].mean(axis=1) for curve in curves]
-    level = min(float(each.max()) for each in means)
-    return level if all(float(each[0]) <= level for each in means) else None
+    level = min(float(curve.max()) for curve in means)
+    return level if all(float(curve[0]) <= level for curve in means) else None
 
 
 def _checked(curve: Curve) -> Curve:

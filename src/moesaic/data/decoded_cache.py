@@ -153,7 +153,7 @@ class _CacheEntry:
                 self._log_once(f"{source.path} has changed: files that could not be read are tried again")
                 return None
             pixels = map_npy(self.pixels, (len(header.kept), size, size, 3), _UINT8)
-            images = _decoded(pixels, list(header.kept), [SkippedFile(*each) for each in header.skipped])
+            images = _decoded(pixels, list(header.kept), [SkippedFile(*entry) for entry in header.skipped])
             if _checksum(images.pixels) == header.checksum:
                 return images
         except (OSError, InvalidFile):
@@ -192,7 +192,7 @@ class _CacheEntry:
                     raise _NoImages(skipped)
         except _NoImages as none:
             return _decoded(np.zeros((0, size, size, 3), np.uint8), [], none.skipped)
-        header = asdict(_Header(tuple(rows), tuple((each.path, each.reason) for each in skipped), checksum, stamp))
+        header = asdict(_Header(tuple(rows), tuple((skip.path, skip.reason) for skip in skipped), checksum, stamp))
         plain: dict[str, Any] = json.loads(json.dumps(header))
         write_atomic(self.header, json.dumps({**plain, "sha256": json_digest(plain)}).encode())
         return _decoded(map_npy(self.pixels, (len(rows), size, size, 3), _UINT8), rows, skipped)

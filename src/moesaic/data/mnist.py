@@ -103,7 +103,7 @@ def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
 
 
 def _plain_or_gzip(path: Path) -> Path | None:
-    return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
+    return next((candidate for candidate in (path, path.with_name(f"{path.name}.gz")) if candidate.is_file()), None)
 
 
 @cache

@@ -119,7 +119,7 @@ def _run(cache: ResultCache, cell: CellWork, progress: Progress) -> CachedResult
 
 def _waiting(cache: ResultCache, pending: Sequence[CellWork]) -> str:
     holders = [cache.leases.holder(cell.digest) for cell in pending]
-    names = sorted({f"{each.host}, process {each.pid}" for each in holders if each is not None})
+    names = sorted({f"{holder.host}, process {holder.pid}" for holder in holders if holder is not None})
     cells = "1 cell" if len(pending) == 1 else f"{len(pending)} cells"
     return f"waiting for {cells} of other workers ({'; '.join(names)})"
 

@@ -273,8 +273,8 @@ class _Network:
 
 def _runs_inside(folder: Path) -> str:
     """Names runs in a folder of runs, or in that of a comparison, as the end of a sentence."""
-    runs = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
-    return f"; use {first_names([str(each) for each in runs])}" if runs else ""
+    runs = sorted(run.parent for pattern in ("*", "networks/*") for run in folder.glob(f"{pattern}/{NETWORK}"))
+    return f"; use {first_names([str(run) for run in runs])}" if runs else ""
 
 
 @contextmanager

@@ -148,7 +148,7 @@ def compare(
     title = f"compare {dataset.name}: {', '.join(grid.models)}; {sizes} samples, {recipe.epochs} epochs"
 
     def plan(work: Sequence[CellWork]) -> None:
-        planned = tuple(PlannedCell(each.name, each.digest) for each in work)
+        planned = tuple(PlannedCell(cell.name, cell.digest) for cell in work)
         add_to_plan(out, asked, SweepPlan(title, planned))
 
     def run_trials(active: Sequence[Contender], trials: Sequence[int], name: str) -> list[Run]:
@@ -206,7 +206,7 @@ def _add_trials(
 
 def _notes(dataset: ImageDataset, grid: Grid) -> Iterator[str]:
     if dataset.skipped:
-        named = ", ".join(f"{each.path} ({each.reason})" for each in dataset.skipped[:3])
+        named = ", ".join(f"{file.path} ({file.reason})" for file in dataset.skipped[:3])
         more = f" and {len(dataset.skipped) - 3} more" if len(dataset.skipped) > 3 else ""
         yield f"{len(dataset.skipped)} files were skipped: {named}{more}."
     margin = 100 * math.sqrt(0.25 / len(dataset.test)) * 1.96

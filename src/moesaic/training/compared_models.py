@@ -106,6 +106,6 @@ def default_samples(images: int, classes: int) -> tuple[int, ...]:
     ((250, 500, 1000), (25, 50, 100), (5, 10))
     """
     steps = [digit * 10**power for power in range(3) for digit in (1, 2, 5)] + [1000]
-    largest = max([each for each in steps if each <= 0.8 * images], default=images)
+    largest = max([step for step in steps if step <= 0.8 * images], default=images)
     sizes = tuple(largest // part for part in (4, 2, 1) if largest // part >= max(classes, 3))
     return sizes or (images,)

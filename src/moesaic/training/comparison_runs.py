@@ -98,17 +98,17 @@ class ComparisonRuns:
     ) -> list[Run]:
         """Runs what is missing of the trials; ``plan`` gets all of their cells before the first one runs."""
         runs = [(who, size, trial) for trial in trials for size in samples for who in models]
-        missing = [each for each in runs if self.find(*each) is None]
+        missing = [run for run in runs if self.find(*run) is None]
         for who in models:  # features first: their time would spoil the estimate of the rest
-            if any(each[0] is who for each in missing):
+            if any(run[0] is who for run in missing):
                 self.images_of(who, progress.log)
         epochs = self.recipe.epochs
         progress.begin(name, len(runs) * epochs, (len(runs) - len(missing)) * epochs)
-        work = [self.work(*each, keep=each[1:] == (samples[-1], 0)) for each in runs]
+        work = [self.work(*run, keep=run[1:] == (samples[-1], 0)) for run in runs]
         plan(work)
         results = run_cells(self.cells, work, progress)
         progress.end()
-        return [_run(*each, result.result) for each, result in zip(runs, results, strict=True)]
+        return [_run(*run, result.result) for run, result in zip(runs, results, strict=True)]
 
     def find(self, contender: Contender, samples: int, trial: int) -> Run | None:
         """The run, if it is finished."""
@@ -222,7 +222,7 @@ def _cell_result(result: FitResult, samples: int, has_groups: bool) -> dict[str,
         for epoch in result.epochs
         if epoch.test_accuracy is not None
     ]
-    groups = [None if math.isnan(each) else each for each in result.cluster_accuracy] if has_groups else []
+    groups = [None if math.isnan(accuracy) else accuracy for accuracy in result.cluster_accuracy] if has_groups else []
     return {
         "accuracy": result.accuracy,
         "groups": groups,

@@ -288,7 +288,8 @@ def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
     """The dataset with its images on the device, where they leave memory enough for the network."""
     if device.type == "cuda":
         splits = (dataset.train, dataset.test)
-        size = sum(each.pixels.nbytes + (0 if each.features is None else each.features.nbytes) for each in splits)
+        tensors = [tensor for images in splits for tensor in (images.pixels, images.features)]
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if size > _IMAGE_MEMORY * torch.cuda.mem_get_info(device)[0]:
             return dataset
     return dataset.to(device)

@@ -58,7 +58,7 @@ class Epoch:
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
         """Reads what ``to_json`` returned."""
         content = {_OLD_KEYS.get(name, name): value for name, value in content.items()}
-        names = {each.name for each in fields(cls)}
+        names = {field.name for field in fields(cls)}
         if not isinstance(content.get("routing"), dict):  # a metric of that name, before there was the field
             names.remove("routing")
         values: dict[str, Any] = {name: value for name, value in content.items() if name in names}
@@ -114,12 +114,12 @@ class FitResult:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FitResult:
         """Reads what ``to_json`` returned."""
-        names = {each.name for each in fields(cls)}
+        names = {field.name for field in fields(cls)}
         values: dict[str, Any] = {name: value for name, value in content.items() if name in names}
-        values["epochs"] = tuple(Epoch.from_json(each) for each in content["epochs"])
+        values["epochs"] = tuple(Epoch.from_json(epoch) for epoch in content["epochs"])
         values["metrics"] = {name: value for name, value in content.items() if name not in {*names, _CHECKSUM}}
         for name in ("class_accuracy", "cluster_accuracy"):
-            values[name] = tuple(math.nan if each is None else each for each in content[name])
+            values[name] = tuple(math.nan if value is None else value for value in content[name])
         return cls(**values)
 
 

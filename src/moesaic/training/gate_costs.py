@@ -138,7 +138,7 @@ def layer_weights(model: DeepMoE, by: LayerWeights) -> list[float]:
     heads = model.heads()
     if by != "cost":
         blocks = [head.blocks if by == "gates" else 1 for head in heads.values()]
-        return [each * len(blocks) / sum(blocks) for each in blocks]
+        return [value * len(blocks) / sum(blocks) for value in blocks]
     layers = range(len(heads))
     patterns = {
         name: routing_of(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
@@ -146,7 +146,7 @@ def layer_weights(model: DeepMoE, by: LayerWeights) -> list[float]:
     }
     whole = all_open_cost(model)
     saved = cast("list[float]", (whole - model.macs(patterns).double() / model.dense_macs).tolist())
-    return [each * len(saved) / sum(saved) for each in saved]
+    return [value * len(saved) / sum(saved) for value in saved]
 
 
 def all_open_cost(model: DeepMoE) -> float:

@@ -190,7 +190,7 @@ class GateTraining:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that a step changes."""
-        scores = {f"scores/{size}/{name}": each for size, of in self._scores.items() for name, each in of.items()}
+        scores = {f"scores/{size}/{name}": tensor for size, of in self._scores.items() for name, tensor in of.items()}
         return {"recent": self._recent, "epoch": self._epoch, **scores}
 
     def teacher_logits(self, x: Tensor) -> Tensor | None:
@@ -235,14 +235,14 @@ class GateTraining:
         if not self.observing:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
-        open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
+        open_LB = torch.stack([layer_routing.mask[:, 0].float().mean(1) for layer_routing in routing.values()])
         mean_L = gate_l1_of_layers(list(routing.values()))
         images = len(cost_B)
         counts = torch.full((1,), images, dtype=open_LB.dtype, device=open_LB.device)
         sums = torch.cat([counts, cost_B.sum()[None], open_LB.sum(1), mean_L * images, (open_LB == 0).sum(1)])
         latest = self._scores.setdefault(images, {})
-        for name, each in routing.items():
-            scores = each.scores[:, 0]
+        for name, layer_routing in routing.items():
+            scores = layer_routing.scores[:, 0]
             if name not in latest:
                 latest[name] = torch.empty_like(scores)
             latest[name].copy_(scores)
@@ -389,7 +389,7 @@ class GateTraining:
 
     def _set_penalty(self, relief: Sequence[float]) -> None:
         self._penalty_factors = list(relief)
-        pressure = [weight * each for weight, each in zip(self._weights, relief, strict=True)]
+        pressure = [weight * factor for weight, factor in zip(self._weights, relief, strict=True)]
         self._penalty_L.copy_(torch.tensor(pressure))
 
     def _means(self, sums: Tensor) -> tuple[float, list[float], list[float], list[float]] | None:

@@ -35,7 +35,7 @@ class _Bucket:
 
     def send(self, group: Any) -> None:
         gradients = [_gradient(parameter) for parameter in self.parameters]
-        self.values = torch.cat([each.detach().contiguous().view(-1) for each in gradients])
+        self.values = torch.cat([gradient.detach().contiguous().view(-1) for gradient in gradients])
         self.work = _dist.all_reduce(self.values, group=group, async_op=True)
 
     def receive(self, has_gradient: Iterable[bool]) -> None:
@@ -87,7 +87,7 @@ class GradientReducer:
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
             self._trained, self._buckets = trained, _make_buckets(self._parameters)
-            self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
+            self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         for bucket in self._buckets:
             bucket.begin()
         self._sent, self._active = 0, True

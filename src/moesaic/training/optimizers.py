@@ -159,7 +159,7 @@ def _parameter_groups(
         return 1 if id(parameter) in routers else 2 if id(parameter) in gates else 0
 
     groups: dict[tuple[int, float, bool], dict[str, Any]] = {}
-    trained = [each for each in named.values() if each.requires_grad and id(each) not in excluded]
+    trained = [parameter for parameter in named.values() if parameter.requires_grad and id(parameter) not in excluded]
     for parameter in sorted(trained, key=kind):
         factor, is_decayed = factors.get(id(parameter), 1.0), id(parameter) not in undecayed
         options = {"peak": rates[kind(parameter)] * factor} | ({} if is_decayed else {"weight_decay": 0.0})

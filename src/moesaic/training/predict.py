@@ -85,9 +85,9 @@ def predict(
     """
     check_positive("predict", batch_size=batch_size)
     several = isinstance(images, list | tuple) or (isinstance(images, Tensor) and images.ndim == 4)
-    each: Sequence[InputImage] = list(cast("Sequence[InputImage]", images)) if several else [cast("InputImage", images)]
+    inputs = list(cast("Sequence[InputImage]", images)) if several else [cast("InputImage", images)]
     predictor = Predictor(model)
-    batches = (each[start : start + batch_size] for start in range(0, len(each), batch_size))
+    batches = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
     return tuple(found for batch in batches for found in predictor(model.transform(batch)))
 
 

@@ -106,7 +106,8 @@ class Ranks:
 
     def tensors_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the CPU tensors that the first rank has."""
-        described = {name: (str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()}
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        described = {name: (dtypes[name], list(tensor.shape)) for name, tensor in tensors.items()}
         received: dict[str, Tensor] = {}
         for name, (dtype, shape) in self.from_first(described).items():
             tensor = tensors[name].contiguous() if self.is_first else torch.empty(shape, dtype=getattr(torch, dtype))

@@ -160,12 +160,13 @@ def _whole(content: Any, where: str) -> dict[str, Any]:
 
 def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
     epoch = Epoch.from_json(content)
-    values = {each.name: getattr(epoch, each.name) for each in fields(Epoch) if each.name not in ("metrics", "routing")}
+    names = [field.name for field in fields(Epoch) if field.name not in ("metrics", "routing")]
+    values = {name: getattr(epoch, name) for name in names}
     checked = cast("Epoch", decode(Epoch, {**values, "alarms": list(epoch.alarms)}, where, more=True))
     metrics = {name: value for name, value in epoch.metrics.items() if _is_number(value)}
-    routing: dict[str, LayerRouting] = {name: each for name, each in epoch.routing.items() if each.load}
+    routing: dict[str, LayerRouting] = {name: layer for name, layer in epoch.routing.items() if layer.load}
     numbers = [value for value in vars(checked).values() if isinstance(value, int | float)]
-    numbers += [value for each in routing.values() for value in (*each.load, each.entropy, each.class_entropy)]
+    numbers += [value for layer in routing.values() for value in (*layer.load, layer.entropy, layer.class_entropy)]
     if not all(map(_is_number, numbers)) or checked.number < 1:
         raise InvalidFile(f"{where}: has numbers that are not those of an epoch; {_ADVICE}")
     return replace(checked, metrics=metrics, routing=routing)

@@ -91,7 +91,7 @@ class SavedPredictions:
     def confusions(self, limit: int) -> list[tuple[int, int, int]]:
         """The most frequent confusions, at most ``limit``: true class, predicted class, number of test images."""
         wrong = self.labels != self.predicted
-        pairs = (cast("list[int]", each[wrong].tolist()) for each in (self.labels, self.predicted))
+        pairs = (cast("list[int]", classes[wrong].tolist()) for classes in (self.labels, self.predicted))
         counts = Counter(zip(*pairs, strict=True))
         order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         return [(label, guess, count) for (label, guess), count in order[:limit]]
