@@ -34,7 +34,8 @@ def spread_batch(model: nn.Module, batch: GlobalBatch) -> Generator[None]:
         yield
     finally:
         for module, kind, previous in before:
-            module.__class__ = kind
+            if type(module) is not kind:
+                module.__class__ = kind
             vars(module).pop("global_batch", None)
             if previous is not None:  # of sync_batch_norm
                 cast("Any", module).global_batch = previous
