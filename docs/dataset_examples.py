@@ -19,10 +19,9 @@ from PIL import Image
 from theme import save_figure
 from torch import Tensor
 
-from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_tensors
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import open_source
-from moesaic.data.image_dataset import cifar10_tensors
 from moesaic.papers.chen2022.data.rotated_cifar import ANGLE, CROP, blur, crop_and_resize, rotate
 from moesaic.papers.chowdhury2023.data.cifar_mosaics import find_backgrounds, on_backgrounds, vehicle_mosaics
 from moesaic.report.chart_style import RC_PARAMS

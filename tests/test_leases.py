@@ -170,6 +170,21 @@ def test_who_was_taken_over_notices_at_the_next_heartbeat(tmp_path: Path):
     gone.release()
 
 
+def test_a_process_that_was_taken_for_dead_does_not_release_the_lease_of_another_one(tmp_path: Path):
+    suspended = Leases(tmp_path).acquire("a")
+    clock = Clock()
+    observer = Leases(tmp_path, clock=clock)
+    assert suspended is not None
+    assert observer.acquire("a") is None
+    clock.now = STALE_SECONDS
+    observer.hold("a").release()
+    with Leases(tmp_path).hold("a") as third:  # in a file of the same name
+        suspended.release()
+        assert Leases(tmp_path).acquire("a") is None
+        third.beat()
+        assert not third.lost
+
+
 def test_heartbeats_come_from_a_thread_while_the_lease_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("moesaic.leases.BEAT_SECONDS", 0.0)
     with Leases(tmp_path).hold("a") as lease:

@@ -77,10 +77,10 @@ def check_device(owner: str, device: torch.device | str) -> torch.device:
     """Returns the device; refuses one that is not available."""
     import torch
 
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
-    return found
+    resolved = torch.device(device)
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{owner}: device={str(resolved)!r}, but torch finds no GPU here; use device='cpu'")
+    return resolved
 
 
 def printable(name: str) -> str:
@@ -94,8 +94,8 @@ def printable(name: str) -> str:
 
 def nearest_divisors(number: int, near: int) -> str:
     """The two divisors of a number that are closest to another number, as words."""
-    divisors = (each for each in range(1, number + 1) if number % each == 0)
-    return either(sorted(sorted(divisors, key=lambda each: abs(each - near))[:2]))
+    divisors = (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+    return either(sorted(sorted(divisors, key=lambda divisor: abs(divisor - near))[:2]))
 
 
 def either(numbers: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 FEW_TRIALS = 5
-"""With fewer, a bootstrap over trials is too narrow."""
+"""Trials below which a bootstrap interval over trials is too narrow."""
 
 Curve: TypeAlias = tuple[Sequence[float], Array]
 """Increasing sample sizes (S,) and the accuracy of each trial at each size (S, T)."""
@@ -131,8 +131,8 @@ def percentage(values: Sequence[float] | Array) -> Estimate:
     >>> percentage([100.0, 100.0, 97.0])
     Estimate(value=99.0, low=94.6..., high=100.0)
     """
-    found = mean(values)
-    return Estimate(found.value, max(found.low, 0.0), min(found.high, 100.0))
+    estimate = mean(values)
+    return Estimate(estimate.value, max(estimate.low, 0.0), min(estimate.high, 100.0))
 
 
 def _student(trials: Array, confidence: float, least_spread: float) -> tuple[float, float]:
@@ -292,8 +292,8 @@ def _ratio_of_few(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool
         in_place_of = samples_at(level, their_sizes, theirs_T, logarithmic=logarithmic)
         logs.append(math.log(needed / min(in_place_of, float(their_sizes[-1]))))
     if math.inf not in logs:
-        found = mean(logs)
-        return Estimate(*(math.exp(min(each, 700.0)) for each in (found.value, found.low, found.high)))
+        estimate = mean(logs)
+        return Estimate(*(math.exp(min(bound, 700.0)) for bound in (estimate.value, estimate.low, estimate.high)))
     if all(map(math.isinf, logs)):
         return Estimate(math.inf, math.inf, math.inf)
     # trials that never get there leave all but the mean curve open
@@ -310,8 +310,8 @@ def shared_level(*curves: Curve) -> float | None:
     71.0
     """
     means = [_checked(curve)[1].mean(axis=1) for curve in curves]
-    level = min(float(each.max()) for each in means)
-    return level if all(float(each[0]) <= level for each in means) else None
+    level = min(float(curve.max()) for curve in means)
+    return level if all(float(curve[0]) <= level for curve in means) else None
 
 
 def _checked(curve: Curve) -> Curve:

@@ -37,14 +37,15 @@ __all__ = ["BEAT_SECONDS", "STALE_SECONDS", "Holder", "Lease", "Leases", "is_run
 T = TypeVar("T")
 
 BEAT_SECONDS = 10.0
-"""From one heartbeat to the next."""
+"""Seconds from one heartbeat to the next."""
 STALE_SECONDS = 120.0
-"""Without a heartbeat, after which a process elsewhere counts as dead; network file systems cache for a minute."""
+"""Seconds without a heartbeat after which a process on another machine counts as dead; network file systems cache for
+a minute."""
 POLL_SECONDS = 0.5
-"""From one look at the leases of others to the next."""
+"""Seconds from one check of the leases of others to the next."""
 _SUFFIX = ".lease"
 _FILE_BYTES = 1024
-"""Bytes of a lease, always as many: a heartbeat overwrites it in place."""
+"""Bytes of every lease: a heartbeat overwrites it in place."""
 _LIMITS = JsonLimits(bytes=1 << 16, values=100)
 
 
@@ -59,9 +60,9 @@ class Holder:
     machine: str
     """Within which the pid counts: the boot of a machine and the pid namespace of a container."""
     process: str
-    """When the process started: a pid is given again."""
+    """Start time of the process, as pids are reused."""
     token: str
-    """Tells leases apart."""
+    """Identifies the lease."""
     beats: int = 0
     """Heartbeats so far."""
 
@@ -122,7 +123,7 @@ class Leases:
         self._clock = clock
         self._wait = wait
         self._seen: dict[str, tuple[bytes, float]] = {}
-        """What a file had, and since when, by the clock of this process."""
+        """Content of each file, and since when it is unchanged by the clock of this process."""
 
     def acquire(self, key: str) -> Lease | None:
         """Returns the lease of a key, or None while another process has it."""
@@ -156,12 +157,12 @@ class Leases:
         newest: dict[str, int] = {}
         for key, generation in self._listed():
             newest[key] = max(generation, newest.get(key, 0))
-        found: dict[str, tuple[Holder | None, float]] = {}
+        holders: dict[str, tuple[Holder | None, float]] = {}
         for key, generation in sorted(newest.items()):
             path = self._path(key, generation)
             with suppress(OSError):  # released meanwhile
-                found[key] = _parse(_read(path)), path.stat().st_mtime
-        return found
+                holders[key] = _parse(_read(path)), path.stat().st_mtime
+        return holders
 
     def has_live(self) -> bool:
         """Whether a process has a lease here that is not known to be dead."""
@@ -175,7 +176,7 @@ class Leases:
                     self._path(key, generation).unlink()
 
     def wait(self) -> None:
-        """Waits before another look at the leases of others."""
+        """Waits before the next check of the leases of others."""
         self._wait(POLL_SECONDS)
 
     def _path(self, key: str, generation: int) -> Path:
@@ -196,7 +197,7 @@ class Leases:
         try:
             content = _read(path)
         except FileNotFoundError:
-            return False  # released this moment: the next look finds it so
+            return False  # just released, which the next check will see
         holder = _parse(content)
         if holder is not None and is_running(holder) is False:
             return True
@@ -232,8 +233,7 @@ class Lease:
             self.lost = True
             return
         with open(descriptor, "rb+", buffering=0) as file:
-            found = _parse(file.read(_FILE_BYTES))
-            if self.is_superseded() or (found is not None and found.token != self._holder.token):
+            if self.is_superseded() or self._is_other(_parse(file.read(_FILE_BYTES))):
                 self.lost = True
                 return
             self._holder = replace(self._holder, beats=self._holder.beats + 1)
@@ -245,15 +245,21 @@ class Lease:
         self._ended.set()
         if threading.current_thread() is not self._heart:
             self._heart.join()
-        for generation in range(self._generation, -1, -1):
-            with suppress(OSError):
-                self._leases._path(self.key, generation).unlink()  # pyright: ignore[reportPrivateUsage]
+        with suppress(OSError):
+            if self._is_other(_parse(_read(self._path))):  # which was made after the end of a process that took over
+                return
+            for generation in range(self._generation, -1, -1):
+                self._leases._path(self.key, generation).unlink(missing_ok=True)  # pyright: ignore[reportPrivateUsage]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+    def _is_other(self, holder: Holder | None) -> bool:
+        """Whether a file has the lease of another process; a damaged file may be this one's."""
+        return holder is not None and holder.token != self._holder.token
 
     def _beat_until_released(self) -> None:
         while not self._ended.wait(BEAT_SECONDS) and not self.lost:
@@ -288,14 +294,14 @@ def make_once(
     """
     reported = False
     while True:
-        found = find()
-        if found is not None:
-            return found
+        result = find()
+        if result is not None:
+            return result
         lease = leases.acquire(key)
         if lease is not None:
             with lease:
-                found = find()  # it may have been finished between the two looks
-                return make() if found is None else found
+                result = find()  # it may have been finished between the two looks
+                return make() if result is None else result
         holder = leases.holder(key)
         if not reported and holder is not None:
             reported = True

@@ -1,4 +1,4 @@
-"""How closely a paper's model is followed."""
+"""Fidelity of a model to a paper."""
 
 from typing import Literal
 

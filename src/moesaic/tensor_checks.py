@@ -62,7 +62,7 @@ def check_feature_map(
 
 
 def _described(x: object) -> str:
-    """What was given in place of a tensor, and how it becomes one."""
+    """Describes a value that is no tensor, and how to convert it to one."""
     if x is None:
         return "None; return a tensor from the layer before"
     kind: Any = type(x)

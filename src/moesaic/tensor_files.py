@@ -52,11 +52,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
     ({'x': (3,)}, {'name': 'a'}, {'x': tensor([0, 1, 2])})
     """
     flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    seen: set[int] = set()
+    addresses: set[int] = set()
     for name, tensor in flat.items():  # tensors with two names are written twice
-        if tensor.data_ptr() in seen:
+        if tensor.data_ptr() in addresses:
             flat[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
+        addresses.add(tensor.data_ptr())
     # as it will be read: keys are strings, tuples are lists
     plain: dict[str, Any] = json.loads(json.dumps(content))
     described = {**plain, CHECKSUM: _digest(flat, plain)}
@@ -118,8 +118,8 @@ def open_tensors(path: Path) -> Generator[TensorFile]:
         raise InvalidFile(f"{path} is not a file; {_DAMAGED}")
     with ExitStack() as stack:
         with _damage(path):
-            found = TensorFile(path, stack.enter_context(cast("Any", safe_open)(path, framework="pt")))
-        yield found
+            file = TensorFile(path, stack.enter_context(cast("Any", safe_open)(path, framework="pt")))
+        yield file
 
 
 def parse_header(path: Path, text: str) -> dict[str, Any]:

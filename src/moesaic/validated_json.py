@@ -50,7 +50,7 @@ class InvalidFile(ValueError):
 
 @dataclass(frozen=True)
 class JsonLimits:
-    """What a JSON text may ask of memory and of the stack."""
+    """Limits of a JSON text: the memory and the recursion that reading it takes."""
 
     bytes: int = 1 << 26
     depth: int = 64
@@ -234,9 +234,9 @@ def _dataclass(kind: type[Any], value: Mapping[str, Any], where: str, more: bool
             f"{where}: has the keys {_shown(sorted(value))}; it must have {sorted(names.keys() - optional)}"
         )
     hints = get_type_hints(kind)
-    made = {name: decode(hints[name], value[name], f"{where}.{name}", more=more) for name in names if name in value}
+    values = {name: decode(hints[name], value[name], f"{where}.{name}", more=more) for name in names if name in value}
     try:
-        return kind(**made)
+        return kind(**values)
     except InvalidFile:
         raise
     except ValueError as fault:  # of __post_init__, which knows what fits together

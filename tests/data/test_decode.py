@@ -81,24 +81,25 @@ def test_a_large_jpeg_decoded_at_a_smaller_scale_looks_the_same():
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "TIFF", "WEBP"])
 def test_exif_orientation_is_applied(turn, kind):
     ways = [None, *(Image.Transpose[name] for name in UNDO)]
     way = ways[turn - 1]
     stored = photograph() if way is None else photograph().transpose(way)
     exif = Image.Exif()
     exif[0x0112] = turn
-    options: dict[str, Any] = {"quality": 98} if kind == "JPEG" else {}
+    options: dict[str, Any] = {"quality": 98} if kind in ("JPEG", "WEBP") else {}
     assert close(decoded(packed(stored, kind, exif=exif, **options)), reference(), 8)
 
 
 @pytest.mark.parametrize("turn", [1, 3, 6, 8])
-def test_the_centre_of_the_whole_image_is_the_square(turn):
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
+def test_the_centre_of_the_whole_image_is_the_square(turn, kind):
     ways = [None, *(Image.Transpose[name] for name in UNDO)]
     stored = photograph() if ways[turn - 1] is None else photograph().transpose(ways[turn - 1])
     exif = Image.Exif()
     exif[0x0112] = turn
-    content = packed(stored, "JPEG", quality=98, exif=exif)
+    content = packed(stored, kind, quality=98, exif=exif)
     with pixel_limit():
         whole = decode_whole(content, 1000)
         assert decode_whole(content, 24).shape == (16, 24, 3)

@@ -99,7 +99,7 @@ def test_val_is_ignored_if_there_is_test_and_that_is_reported(tmp_path, cache):
     messages: list[str] = []
     parts = load_folder(tmp_path / "data", 4, DecodedCache(cache.folder, messages.append), seed=0)
     assert shades(parts) == ([0, 1], [20, 21])
-    assert messages[0].endswith("train and test are used; val are ignored")
+    assert messages[0].endswith("train and test are used; val is ignored")
 
 
 def test_train_alone_is_split_and_train_among_others_is_a_class(tmp_path, cache):
@@ -166,6 +166,12 @@ def test_a_zip_may_have_train_and_test_below_its_top(tmp_path, cache):
     classes(tmp_path / "data" / "test", {"a": 2, "b": 1}, start=100)
     packed = shutil.make_archive(str(tmp_path / "some"), "zip", tmp_path, "data")
     assert shades(load_folder(packed, 4, cache, seed=0)) == (list(range(7)), [100, 101, 102])
+
+
+def test_a_zip_may_have_only_train_below_its_top(tmp_path, cache):
+    folder = classes(tmp_path / "data" / "train", {"a": 5, "b": 5})
+    packed = shutil.make_archive(str(tmp_path / "some"), "zip", tmp_path, "data")
+    assert shades(load_folder(packed, 4, cache, seed=0)) == shades(load_folder(folder, 4, cache, seed=0))
 
 
 def test_names_with_dots_in_a_zip_do_no_harm(tmp_path, cache):

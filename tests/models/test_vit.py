@@ -11,8 +11,8 @@ import moesaic
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.models import ViT, ViTMoE, ViTSkip, count_macs, create_model, list_models, undecayed_parameters
 from moesaic.routing import SoftRouter, TokenChoice
+from moesaic.training.optimizers import build_optimizers
 from moesaic.training.recipe import Recipe
-from moesaic.training.train_step import build_optimizers
 
 NAMES = list_models("vit_tiny*")
 SMALL = {"dim": 16, "heads": 2, "depth": 2, "image_size": 8}

@@ -136,6 +136,21 @@ def test_metrics_of_a_callback_are_in_the_epochs_the_result_and_the_files(tmp_pa
     assert fit(dense(), TASK, TWO_STEPS, callbacks=[WeightPull()], out=tmp_path) == found
 
 
+class Misnamed(Callback):
+    """Returns a metric under a name that the files of a run have for something else."""
+
+    def __init__(self, hook: str, metric: str) -> None:
+        setattr(self, hook, lambda trainer: {metric: 1.0})
+
+
+@pytest.mark.parametrize(
+    ("hook", "metric"), [("on_epoch_end", "loss"), ("on_epoch_end", "learning_rate"), ("final_metrics", "accuracy")]
+)
+def test_a_metric_may_not_have_the_name_of_another_value(hook, metric):
+    with pytest.raises(ValueError, match=f"Misnamed returns a metric '{metric}'"):
+        fit(dense(), TASK, replace(LONG, epochs=1), callbacks=[Misnamed(hook, metric)])
+
+
 def test_an_extra_loss_changes_the_weights_and_not_the_reported_loss():
     plain, pulled = dense(), dense()
     first = fit(plain, TASK, replace(TWO_STEPS, epochs=1, batch_size=70))

@@ -8,7 +8,7 @@ import pytest
 
 from moesaic.training.cell_plan import PlannedCell, SweepPlan, add_to_plan, read_plans
 from moesaic.training.cell_transfer import ConflictingCells, Merged, first_difference, merge_cells, pack_cells
-from moesaic.training.result_cache import ResultCache
+from moesaic.training.result_cache import ResultCache, cell_digest
 from moesaic.validated_json import InvalidFile
 
 
@@ -126,6 +126,18 @@ def test_damaged_cells_and_plans_are_left_out_and_logged(parts, tmp_path: Path):
     assert any("does not match its digest" in message for message in logged)
     assert any("another specification" in message for message in logged)
     assert any("is not JSON" in message for message in logged)
+
+
+def test_a_damaged_cell_of_the_folder_is_replaced_unless_a_worker_runs_it(parts, tmp_path: Path):
+    one, out = parts[0], tmp_path / "out"
+    paths = [store(out, seed) for seed in (0, 1)]
+    for path in paths:
+        path.write_text("{")
+    cache = ResultCache(out / "cells")
+    with cache.leases.hold(cell_digest({"seed": 1})):
+        merge_cells([one], out)
+        assert cache.find("", {"seed": 0}) is not None
+        assert paths[1].read_text() == "{"
 
 
 def test_files_of_an_archive_that_are_no_cells_are_not_written(tmp_path: Path):

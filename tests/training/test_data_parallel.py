@@ -32,6 +32,7 @@ from moesaic.training.fit import fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.global_batch_layers import spread_batch, sync_batch_norm
 from moesaic.training.interruption import request_stop
+from moesaic.training.optimizers import build_optimizers
 from moesaic.training.recipe import Recipe
 from moesaic.training.saved_predictions import PREDICTIONS, read_predictions
 
@@ -167,6 +168,7 @@ def of_two(alone: dict[str, Any]) -> dict[str, Any]:
                 found[f"{name} {parallel}"] = [largest(weights, alone[name][0]), close(told, alone[name][1]), told]
         found["norm"] = batch_norm_of_parts()
         found["gather"] = gathered_parts()
+        found["synchronised"] = stays_synchronised()
         found["loops"] = {name: loop() for name, loop in LOOPS.items()}
         found["errors"] = refusals()
         return found
@@ -202,6 +204,38 @@ def test_batches_with_fewer_images_than_ranks_leave_some_ranks_without_any():
         return [largest(trained(name, parallel, **few)[0], expected[name]) for name, parallel in jobs]
 
     assert max(max(found) for found in run_ranks(4, work)) < 1e-8
+
+
+def test_ranks_train_a_network_that_has_frozen_weights():
+    def work(parallel: Any) -> dict[str, Tensor]:
+        model = seeded(normed_expert).double()
+        model[0].weight.requires_grad_(False)
+        fit(model, task(8), PLAIN, seed=3, parallel=parallel)
+        return model.state_dict()
+
+    alone = work("none")
+    found = run_ranks(2, lambda: [largest(work(parallel), alone) for parallel in ("ddp", "fsdp")])
+    assert max(max(each) for each in found) < 1e-8
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_optimizers_of_a_gpu_take_sharded_weights(optimizer):
+    def work(parallel: Any) -> dict[str, Tensor]:
+        model = seeded(normed_expert).double()
+        with attached(model, create_parallel(parallel, CPU)) as run:
+            optimizers = build_optimizers(run, replace(PLAIN, optimizer=optimizer), torch.device("cuda"))
+            for _ in range(2):
+                for parameter in run.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                optimizers[0].step()
+        return model.state_dict()
+
+    alone = work("none")
+    assert max(run_ranks(2, lambda: largest(work("fsdp"), alone))) < 1e-12
+
+
+def test_a_synchronised_network_stays_so_after_a_run(of_two):
+    assert of_two["synchronised"] is True
 
 
 # checkpoints
@@ -281,6 +315,14 @@ def batch_norm_of_parts() -> float:
                 found.append([y.detach(), *grads, mean, var])
         worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(*found, strict=True)))
     return worst
+
+
+def stays_synchronised() -> bool:
+    model = sync_batch_norm(normed_expert())
+    kind, batch = type(model[1]), model[1].global_batch
+    with spread_batch(model, GlobalBatch()):
+        bound = model[1].global_batch is not batch
+    return bound and type(model[1]) is kind and model[1].global_batch is batch
 
 
 def gathered_parts() -> list[Any]:

@@ -9,8 +9,8 @@ from training.squares import TASK
 
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.fit import fit
+from moesaic.training.optimizers import build_optimizers
 from moesaic.training.recipe import Recipe
-from moesaic.training.train_step import build_optimizers
 from moesaic.training.trainable_layers import FEW_IMAGES, default_trainable, eval_frozen, frozen_parameters
 
 RECIPE = Recipe(epochs=1, batch_size=16, lr=0.01)

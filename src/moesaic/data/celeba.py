@@ -157,15 +157,15 @@ def _load(
 def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
     """Paths of images, attributes and partition; the error lists the expected files."""
     base = Path(data_dir).resolve()
-    wanted = ((f"{_IMAGES}.zip", _IMAGES), (_ATTRIBUTES,), (_PARTITION,))
+    alternatives = ((f"{_IMAGES}.zip", _IMAGES), (_ATTRIBUTES,), (_PARTITION,))
     missing: list[str] = []
     for folder in (base / name for name in _FOLDERS):
-        found = [next((folder / name for name in names if (folder / name).exists()), None) for names in wanted]
-        images, attributes, partition = found
+        paths = [next((folder / name for name in names if (folder / name).exists()), None) for names in alternatives]
+        images, attributes, partition = paths
         if images and attributes and partition:
             return images, attributes, partition
-        absent = [" or ".join(names) for names, path in zip(wanted, found, strict=True) if path is None]
-        if not missing or len(absent) < len(wanted):  # one folder without any of the files is enough
+        absent = [" or ".join(names) for names, path in zip(alternatives, paths, strict=True) if path is None]
+        if not missing or len(absent) < len(alternatives):  # one folder without any of the files is enough
             missing.append(f"{', '.join(absent)} in {folder}")
     raise FileNotFoundError(
         f"celeba: CelebA is not in data_dir={str(data_dir)!r} nor in celeba below it: there is no "

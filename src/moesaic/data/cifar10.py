@@ -16,13 +16,23 @@ from pathlib import Path
 from typing import IO, Any, cast, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from moesaic.argument_checks import check_choice, printable
 from moesaic.data.splits import Split
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 
-__all__ = ["CIFAR10_CLASSES", "CIFAR10_FILE_IMAGES", "Cifar10", "cifar10_files", "find_cifar10", "load_cifar10"]
+__all__ = [
+    "CIFAR10_CLASSES",
+    "CIFAR10_FILE_IMAGES",
+    "Cifar10",
+    "cifar10_files",
+    "cifar10_tensors",
+    "find_cifar10",
+    "load_cifar10",
+]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """The names of the classes 0 to 9, as ``batches.meta.txt`` lists them."""
@@ -75,14 +85,20 @@ def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = CIFA
     return Cifar10(rows[:, 1:].reshape(-1, 3, _SIZE, _SIZE), rows[:, 0].astype(np.int64))
 
 
+def cifar10_tensors(split: Split, data_dir: str | Path, images_per_file: int) -> tuple[Tensor, Tensor]:
+    """Loads a split as `load_cifar10` does: images (B, 3, 32, 32) uint8 and labels (B,) int64."""
+    images = load_cifar10(split, data_dir, images_per_file)
+    return torch.from_numpy(images.pixels.copy()), torch.from_numpy(images.labels)
+
+
 def find_cifar10(data_dir: str | Path) -> Path:
     """The folder or archive with CIFAR-10's files; the error lists the expected files."""
     base = Path(data_dir)
-    wanted = [name for names in _FILES.values() for name in names]
+    expected = [name for names in _FILES.values() for name in names]
     missing: list[str] = []
     for folder in (base, base / _FOLDER):
-        absent = [name for name in wanted if not (folder / name).is_file()]
-        if len(absent) < len(wanted):  # reading reports which files are missing
+        absent = [name for name in expected if not (folder / name).is_file()]
+        if len(absent) < len(expected):  # reading reports which files are missing
             return folder
         missing.append(str(folder))
     for archive in (base, base / _ARCHIVE):
@@ -90,7 +106,7 @@ def find_cifar10(data_dir: str | Path) -> Path:
             return archive
         missing.append(str(archive))
     raise FileNotFoundError(
-        f"load_cifar10: CIFAR-10's binary files ({wanted[0]} … {wanted[-1]}) are not in {missing[0]} nor in "
+        f"load_cifar10: CIFAR-10's binary files ({expected[0]} … {expected[-1]}) are not in {missing[0]} nor in "
         f"{missing[1]}, and there is no {missing[-1]}; get the binary version from {_SOURCE} and give the folder "
         "that holds it"
     )
@@ -99,32 +115,32 @@ def find_cifar10(data_dir: str | Path) -> Path:
 def cifar10_files(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
     """Path and content of each file of the split."""
     check_choice("load_cifar10", "split", split, get_args(Split))
-    place, names = find_cifar10(data_dir), _FILES[split]
-    if place.is_dir():
-        _require(place, names, {path.name for path in place.iterdir() if path.is_file()})
-        return [(str(place / name), read_bytes(place / name)) for name in names]
+    source, names = find_cifar10(data_dir), _FILES[split]
+    if source.is_dir():
+        _require(source, names, {path.name for path in source.iterdir() if path.is_file()})
+        return [(str(source / name), read_bytes(source / name)) for name in names]
     try:
-        found = _members(place, names)
+        contents = _members(source, names)
     except (PermissionError, InvalidFile):
         raise
     except Exception as damage:  # gzip, zlib, lzma, bz2 and tarfile have exceptions of their own
         why = printable(str(damage) or type(damage).__name__)
-        raise InvalidFile(f"{place}: damaged archive ({why}); download it again from {_SOURCE}") from damage
-    _require(place, names, found)
-    return [(f"{place}:{name}", found[name]) for name in names]
+        raise InvalidFile(f"{source}: damaged archive ({why}); download it again from {_SOURCE}") from damage
+    _require(source, names, contents)
+    return [(f"{source}:{name}", contents[name]) for name in names]
 
 
-def _members(place: Path, names: Sequence[str]) -> dict[str, bytes]:
+def _members(path: Path, names: Sequence[str]) -> dict[str, bytes]:
     """The content of the named files, read in place and in one pass: nothing is extracted, and a bomb is noticed."""
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     with ExitStack() as stack:
-        bounded: Any = _Bounded(stack.enter_context(gzip.open(place)), place)  # tarfile calls its `read` alone
+        bounded: Any = _Bounded(stack.enter_context(gzip.open(path)), path)  # tarfile calls its `read` alone
         archive = stack.enter_context(tarfile.open(fileobj=bounded, mode="r|"))
         for member in archive:
             name = Path(member.name).name
             if member.isfile() and name in names:
-                found[name] = read_stream(cast("IO[bytes]", archive.extractfile(member)), MAX_FILE_BYTES, str(place))
-    return found
+                contents[name] = read_stream(cast("IO[bytes]", archive.extractfile(member)), MAX_FILE_BYTES, str(path))
+    return contents
 
 
 class _Bounded:
@@ -141,10 +157,10 @@ class _Bounded:
         return content
 
 
-def _require(place: Path, names: Sequence[str], found: Collection[str]) -> None:
+def _require(path: Path, names: Sequence[str], available: Collection[str]) -> None:
     for name in names:
-        if name not in found:
-            raise FileNotFoundError(f"load_cifar10: {place} has no {name}; get all of CIFAR-10 from {_SOURCE}")
+        if name not in available:
+            raise FileNotFoundError(f"load_cifar10: {path} has no {name}; get all of CIFAR-10 from {_SOURCE}")
 
 
 def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:

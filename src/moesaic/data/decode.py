@@ -34,7 +34,7 @@ __all__ = [
     "square_image",
 ]
 
-DECODER_VERSION = 1
+DECODER_VERSION = 2
 """Version of the decoder: part of cache keys, to be raised when decoded pixels change."""
 
 # formats with a signature that need no external program
@@ -106,7 +106,6 @@ def decode_whole(content: bytes, longest: int) -> NDArray[np.uint8]:
         raise InvalidImage("is empty")
     with _decoding_errors(content), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
         _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
-        orientation = _orientation(image)
         image.draft(None, (longest, longest))  # a JPEG is decoded at the next larger scale
         image.load()
         decoded = _to_8_bit(image)
@@ -114,7 +113,7 @@ def decode_whole(content: bytes, longest: int) -> NDArray[np.uint8]:
         if max(W, H) > longest:
             size = (max(1, round(W * longest / max(W, H))), max(1, round(H * longest / max(W, H))))
             decoded = decoded.resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0)
-        return _finished(decoded, orientation)
+        return _finished(decoded, _orientation(image))
 
 
 def square_image(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -193,7 +192,6 @@ def _check_pixels(size: tuple[int, int], limit: int | None) -> None:
 def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
     from PIL import Image
 
-    orientation = _orientation(image)
     image.draft(None, (_MIN_DRAFT_SCALE * size, _MIN_DRAFT_SCALE * size))
     image.load()
     decoded = _to_8_bit(image)
@@ -203,7 +201,7 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
         box = ((W - side) / 2, (H - side) / 2, (W + side) / 2, (H + side) / 2)
         decoded = decoded.resize((size, size), Image.Resampling.BICUBIC, box, reducing_gap=2.0)
     # last, as the square has the fewest pixels; a centred crop commutes with the rotation
-    return _finished(decoded, orientation)
+    return _finished(decoded, _orientation(image))
 
 
 def _finished(decoded: Image.Image, orientation: Image.Transpose | None) -> NDArray[np.uint8]:
@@ -243,6 +241,7 @@ def _grey_to_8_bit(image: Image.Image) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> Image.Transpose | None:
+    """The transposition that EXIF asks for, of an image that is loaded: Pillow transposes a TIFF when it loads it."""
     from PIL import Image
 
     try:

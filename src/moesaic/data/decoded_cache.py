@@ -115,7 +115,7 @@ def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
 
 @dataclass(frozen=True)
 class _Header:
-    """What DIGEST.json says about the pixels, besides its own checksum."""
+    """The content of DIGEST.json, without its own checksum."""
 
     kept: tuple[int, ...]
     """Rows of the requested files that were decoded, ascending."""
@@ -153,9 +153,9 @@ class _CacheEntry:
                 self._log_once(f"{source.path} has changed: files that could not be read are tried again")
                 return None
             pixels = map_npy(self.pixels, (len(header.kept), size, size, 3), _UINT8)
-            found = _decoded(pixels, list(header.kept), [SkippedFile(*each) for each in header.skipped])
-            if _checksum(found.pixels) == header.checksum:
-                return found
+            images = _decoded(pixels, list(header.kept), [SkippedFile(*entry) for entry in header.skipped])
+            if _checksum(images.pixels) == header.checksum:
+                return images
         except (OSError, InvalidFile):
             pass
         self._log_once(
@@ -164,7 +164,7 @@ class _CacheEntry:
         return None
 
     def _log_once(self, message: str) -> None:
-        """An entry is looked at again before it is written, for another process may have written it."""
+        """Log a message once: an entry is read again before it is written, for another process may have written it."""
         if not self._damage_logged:
             self._damage_logged = True
             self.log(message)
@@ -192,7 +192,7 @@ class _CacheEntry:
                     raise _NoImages(skipped)
         except _NoImages as none:
             return _decoded(np.zeros((0, size, size, 3), np.uint8), [], none.skipped)
-        header = asdict(_Header(tuple(rows), tuple((each.path, each.reason) for each in skipped), checksum, stamp))
+        header = asdict(_Header(tuple(rows), tuple((skip.path, skip.reason) for skip in skipped), checksum, stamp))
         plain: dict[str, Any] = json.loads(json.dumps(header))
         write_atomic(self.header, json.dumps({**plain, "sha256": json_digest(plain)}).encode())
         return _decoded(map_npy(self.pixels, (len(rows), size, size, 3), _UINT8), rows, skipped)
@@ -217,17 +217,17 @@ def _write_pixels(
     # in threads: Pillow releases the GIL while it decodes
     with pixel_limit(), ThreadPoolExecutor(min(_cpu_count(), _MAX_WORKERS)) as pool:
         for first in range(0, len(names), _BLOCK_IMAGES):
-            for at, found in enumerate(pool.map(decode, names[first : first + _BLOCK_IMAGES]), first):
-                if isinstance(found, SkippedFile):
-                    skipped.append(found)
+            for at, decoded in enumerate(pool.map(decode, names[first : first + _BLOCK_IMAGES]), first):
+                if isinstance(decoded, SkippedFile):
+                    skipped.append(decoded)
                     continue
                 rows.append(at)
-                checksum = zlib.crc32(found, checksum)
-                file.write(found)
+                checksum = zlib.crc32(decoded, checksum)
+                file.write(decoded)
             now, done = time.monotonic(), first + _BLOCK_IMAGES
             if now - logged > _LOG_INTERVAL and done < len(names):
-                logged, left = now, (now - start) * (len(names) / done - 1)
-                log(f"decoded {done} of {len(names)} images, about {left:.0f} s left")
+                logged, remaining = now, (now - start) * (len(names) / done - 1)
+                log(f"decoded {done} of {len(names)} images, about {remaining:.0f} s left")
     file.seek(0)
     write_npy_header(file, (len(rows), size, size, 3), _UINT8)
     return rows, skipped, checksum

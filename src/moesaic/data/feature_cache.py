@@ -51,11 +51,11 @@ def cached_features(cache: DecodedCache, key: str, rows: int, compute: Callable[
         nonlocal logged
         if not header.exists():
             return None
-        found = _read(values, header, rows)
-        if found is None and not logged:  # it is looked at again before it is written
+        features = _read(values, header, rows)
+        if features is None and not logged:  # it is looked at again before it is written
             logged = True
             cache.log(f"the features in {cache.folder} are damaged; computing them again")
-        return found
+        return features
 
     def make() -> Features:
         nonlocal needed
@@ -94,8 +94,8 @@ def _read(values: Path, header: Path, rows: int) -> Features | None:
         content = cast("_Header", decode(_Header, read_json(header), "header"))
         if len(content.shape) < 2 or content.shape[0] != rows or min(content.shape) < 1:
             return None
-        found = cast("Features", map_npy(values, content.shape, _FLOAT32))
-        return found if _checksum(found) == content.checksum else None
+        features = cast("Features", map_npy(values, content.shape, _FLOAT32))
+        return features if _checksum(features) == content.checksum else None
     except (OSError, InvalidFile, OverflowError, MemoryError):
         return None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -18,9 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.argument_checks import check_positive
-from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.file_sources import SkippedFile
-from moesaic.data.splits import Split, stratified_order
+from moesaic.data.splits import stratified_order
 
 __all__ = [
     "RANDS_PER_IMAGE",
@@ -31,7 +29,6 @@ __all__ = [
     "Normalize",
     "RandomFlipCrop",
     "Transform",
-    "cifar10_tensors",
     "normalize_",
 ]
 
@@ -289,9 +286,3 @@ def _per_pixel(values: tuple[float, ...], images: Tensor) -> Tensor:
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     expanded = torch.tensor(values, device=images.device)[:, None, None].expand(1, *images.shape[1:])
     return expanded.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-
-
-def cifar10_tensors(split: Split, data_dir: str | Path, images_per_file: int) -> tuple[Tensor, Tensor]:
-    """CIFAR-10's images (B, 3, 32, 32) uint8 and their labels (B,)."""
-    loaded = load_cifar10(split, data_dir, images_per_file)
-    return torch.from_numpy(loaded.pixels.copy()), torch.from_numpy(loaded.labels)

@@ -90,12 +90,12 @@ class _Layout:
 
     def files(self, seed: int) -> list[_File]:
         """All files, training files first."""
-        found: list[_File] = []
+        files: list[_File] = []
         for label, name in enumerate(self.classes):
             held_out = _held_out(self.train[name], seed, label) if self.test is None else frozenset[str]()
-            found += [_File(file, label, file in held_out) for file in self.train[name]]
-            found += [_File(file, label, is_test=True) for file in (self.test or {}).get(name, [])]
-        return sorted(found, key=lambda file: file.is_test)
+            files += [_File(file, label, file in held_out) for file in self.train[name]]
+            files += [_File(file, label, is_test=True) for file in (self.test or {}).get(name, [])]
+        return sorted(files, key=lambda file: file.is_test)
 
     def is_test(self, readable: list[_File], seed: int) -> Tensor:
         """(B,) bool: which of the readable files are test images."""
@@ -124,13 +124,15 @@ def _layout(source: FileSource, log: Log) -> _Layout:
     for name, reason in getattr(source, "ignored", {}).items():
         log(f"{path}: {printable(name)} {printable(reason)}; it is ignored")
     tree, start = _tree(names, ""), ""
-    if isinstance(source, ZipSource) and len(tree) == 1 and len(_tree(names, f"{next(iter(tree))}/")) > 1:
-        start = f"{next(iter(tree))}/"  # a zip of a folder contains the folder itself
-        tree = _tree(names, start)
-    loose = [printable(name) for name in names if name.startswith(start) and "/" not in name.removeprefix(start)]
-    if loose and tree:
-        some = ", ".join(loose[:_MAX_NAMED]) + (" …" if len(loose) > _MAX_NAMED else "")
-        log(f"{path}: ignored outside of the class folders: {some}")
+    if isinstance(source, ZipSource) and len(tree) == 1:  # a zip of a folder contains the folder itself
+        top = f"{next(iter(tree))}/"
+        inside = _tree(names, top)
+        if len(inside) > 1 or [name.lower() for name in inside] == [_TRAIN]:
+            tree, start = inside, top
+    stray = [printable(name) for name in names if name.startswith(start) and "/" not in name.removeprefix(start)]
+    if stray and tree:
+        named = ", ".join(stray[:_MAX_NAMED]) + (" …" if len(stray) > _MAX_NAMED else "")
+        log(f"{path}: ignored outside of the class folders: {named}")
     if not tree:
         raise InvalidFile(
             f"{path}: has {'files but' if names else 'no files and'} no folder with files; put the images of each "
@@ -140,9 +142,10 @@ def _layout(source: FileSource, log: Log) -> _Layout:
     tests = [top for name in _TESTS for top in sorted(tree) if top.lower() == name]
     if train is None or not (tests or len(tree) == 1):
         return _checked(path, _Layout(tree, None))
-    others = sorted(tree.keys() - {train, *tests[:1]})
-    if others:
-        log(f"{path}: {train} and {tests[0]} are used; {', '.join(map(printable, others))} are ignored")
+    ignored = sorted(tree.keys() - {train, *tests[:1]})
+    if ignored:
+        verb = "is" if len(ignored) == 1 else "are"
+        log(f"{path}: {train} and {tests[0]} are used; {', '.join(map(printable, ignored))} {verb} ignored")
     trees = [_tree(names, f"{start}{split}/") for split in (train, *tests[:1])]
     return _checked(path, _Layout(trees[0], trees[1] if tests else None))
 

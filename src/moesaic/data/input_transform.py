@@ -1,4 +1,4 @@
-"""From an image to the input of a trained network, exactly as in training: crop, resize, normalize."""
+"""The transform of images to the input of a trained network, exactly as in training: crop, resize, normalize."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class InputTransform:
     def pixels(self, images: InputImage | Sequence[InputImage]) -> Tensor:
         """Returns uint8 pixels (B, C, H, W), cropped and resized but not normalized."""
         if isinstance(images, Tensor) and images.ndim == 4:
-            each: Sequence[InputImage] = list(images)
+            inputs: Sequence[InputImage] = list(images)
         else:
-            each = images if isinstance(images, list | tuple) else [cast("InputImage", images)]
-        if not each:
+            inputs = images if isinstance(images, list | tuple) else [cast("InputImage", images)]
+        if not inputs:
             raise ValueError("transform: there is no image; give at least one")
-        return torch.stack([self._pixels(image) for image in each])
+        return torch.stack([self._pixels(image) for image in inputs])
 
     def _pixels(self, image: InputImage) -> Tensor:
         C, H, W = self.shape

@@ -162,5 +162,5 @@ def _log_summary(splits: ImageSplits, name: str, log: Log) -> None:
     if splits.skipped:
         count = len(splits.skipped)
         lines = [f"skipped {count} {'file' if count == 1 else 'files'}:"]
-        lines += [f"  {each.path} {each.reason}" for each in splits.skipped[:_MAX_LISTED]]
+        lines += [f"  {file.path} {file.reason}" for file in splits.skipped[:_MAX_LISTED]]
         log("\n".join([*lines, f"  and {count - _MAX_LISTED} more"] if count > _MAX_LISTED else lines))

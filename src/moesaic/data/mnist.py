@@ -90,11 +90,11 @@ def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
     stems = [f"{_PREFIX[split]}-images-idx3-ubyte", f"{_PREFIX[split]}-labels-idx1-ubyte"]
     missing: list[str] = []
     for folder in (base / name for name in _FOLDERS):
-        found = [_plain_or_gzip(folder / stem) for stem in stems]
-        images, labels = found
+        paths = [_plain_or_gzip(folder / stem) for stem in stems]
+        images, labels = paths
         if images and labels:
             return images, labels
-        absent = [f"{stem}[.gz]" for stem, path in zip(stems, found, strict=True) if path is None]
+        absent = [f"{stem}[.gz]" for stem, path in zip(stems, paths, strict=True) if path is None]
         missing.append(f"{' and '.join(absent)} in {folder}")
     raise FileNotFoundError(
         f"load_digits: MNIST's {split} digits are not in data_dir={str(data_dir)!r}: there is no "
@@ -103,7 +103,7 @@ def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
 
 
 def _plain_or_gzip(path: Path) -> Path | None:
-    return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
+    return next((candidate for candidate in (path, path.with_name(f"{path.name}.gz")) if candidate.is_file()), None)
 
 
 @cache

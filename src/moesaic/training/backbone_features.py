@@ -76,11 +76,11 @@ def add_features(
             return _blocks(model, dataset, images, torch.device(device), log)
 
         if cache_dir is None or not dataset.digest:
-            found = np.concatenate(list(compute()))
+            array = np.concatenate(list(compute()))
         else:
             key = _key(dataset, backbone, images, split)
-            found = cached_features(DecodedCache(cache_dir, log), key, len(images), compute)
-        features = torch.from_numpy(found)
+            array = cached_features(DecodedCache(cache_dir, log), key, len(images), compute)
+        features = torch.from_numpy(array)
         return replace(images, features=features.permute(0, 3, 1, 2) if features.ndim == 4 else features)
 
     return replace(dataset, train=of(dataset.train, "train"), test=of(dataset.test, "test"), backbone=backbone)
@@ -119,8 +119,8 @@ def check_features(dataset: ImageDataset, model: nn.Module) -> None:
 
 
 def _key(dataset: ImageDataset, backbone: str, images: LabelledImages, split: str) -> str:
-    about = [_VERSION, backbone, dataset.digest, split, *images.pixels.shape, repr(dataset.normalize), "float32"]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+    content = [_VERSION, backbone, dataset.digest, split, *images.pixels.shape, repr(dataset.normalize), "float32"]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
 
 
 def backbone_digest(model: nn.Module) -> str:
@@ -165,8 +165,8 @@ class FeatureBatches:
             return LabelledImages(features, images.labels, images.clusters)
 
         train, test = in_place(dataset.train), in_place(dataset.test)
-        made = replace(dataset, train=train, test=test, train_transform=_as_they_are, eval_transform=_as_they_are)
-        return cls(made, logits)
+        transforms: dict[str, Any] = {"train_transform": _identity, "eval_transform": _identity}
+        return cls(replace(dataset, train=train, test=test, **transforms), logits)
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def one_thread() -> Generator[None]:
         torch.set_num_threads(threads)
 
 
-def _as_they_are(features: Tensor, rand: Tensor) -> Tensor:
+def _identity(features: Tensor, rand: Tensor) -> Tensor:
     return features
 
 
@@ -207,5 +207,5 @@ def _blocks(
         yield features.float().cpu().contiguous().numpy()
         now, done = time.monotonic(), min(first + _BLOCK, len(images))
         if now - logged > _LOG_INTERVAL and done < len(images):
-            logged, left = now, (now - start) * (len(images) / done - 1)
-            log(f"features of {done} of {len(images)} images, about {left:.0f} s left")
+            logged, remaining = now, (now - start) * (len(images) / done - 1)
+            log(f"features of {done} of {len(images)} images, about {remaining:.0f} s left")

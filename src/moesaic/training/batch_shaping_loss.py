@@ -55,7 +55,7 @@ def batch_shaping_loss(
     >>> bool(batch_shaping_loss([gate.choose(spread)], 0.6, 0.4) < batch_shaping_loss([gate.choose(alike)], 0.6, 0.4))
     True
     """
-    layers = [each.scores[:, 0] for each in routing]
+    layers = [layer_routing.scores[:, 0] for layer_routing in routing]
     scores = torch.cat(layers, 1)  # one call for all layers: a call has dozens of small operations
     whole = scores.detach() if batch is None else batch.gather(scores)
     # the image's rank of each gate, from 1; equal scores are ranked by their order in the batch

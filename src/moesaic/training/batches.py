@@ -22,7 +22,7 @@ _MAX_PREPARED_IMAGES = 4096
 _MAX_PREPARED_VALUES = 1 << 26
 """Pixel values prepared together, at most, unless a batch has more: a quarter of a GB as float32."""
 _TEST_SEED = 10
-"""Seed of what is random about images to test on: the same in every run."""
+"""Seed of the random numbers of test images, in every run."""
 
 
 def train_batches(
@@ -34,29 +34,28 @@ def train_batches(
     skip: int = 0,
     parts: Callable[[int], Sequence[slice]] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """An epoch's batches of the given sizes, in an order of their own; images (B, C, H, W) and labels (B,).
+    """The batches of an epoch, of the given sizes and in random order: images (B, C, H, W) and labels (B,).
 
-    Images that the sizes have no room for are left out; the first ``skip`` batches are passed over. ``parts`` returns
-    the parts of a batch of so many images that are wanted; by default all of it.
+    Images beyond the sum of the sizes are left out; the first ``skip`` batches are skipped. ``parts`` returns the parts
+    of a batch of so many images to yield; by default all of it.
     """
     train = dataset.train
-    place = train.pixels.device
+    source = train.pixels.device
     key = keyed_random.keys(seed, [0], device)
     order = keyed_random.permutations(key, f"order {epoch}", len(train))[0]
     rand = keyed_random.uniform(key, f"luck {epoch}", len(train), RANDS_PER_IMAGE)[0].float()
-    most = max(min(_MAX_PREPARED_IMAGES, _MAX_PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
+    max_images = max(min(_MAX_PREPARED_IMAGES, _MAX_PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
     start = sum(sizes[:skip])
-    for together in _groups(sizes[skip:], most):
-        rows = order[start : start + sum(together)]
-        start += sum(together)
-        own = together
+    for lengths in _groups(sizes[skip:], max_images):
+        rows = order[start : start + sum(lengths)]
+        start += sum(lengths)
         if parts is not None:
-            wanted = [torch.cat([batch[each] for each in parts(len(batch))]) for batch in split(rows, together)]
-            rows, own = torch.cat(wanted), [len(each) for each in wanted]
-        pixels = _pick(train.pixels, rows.to(place)).to(device, non_blocking=True)
+            batches = [torch.cat([batch[part] for part in parts(len(batch))]) for batch in split(rows, lengths)]
+            rows, lengths = torch.cat(batches), [len(batch) for batch in batches]
+        pixels = _pick(train.pixels, rows.to(source)).to(device, non_blocking=True)
         x = dataset.train_transform(pixels, rand[rows]).contiguous(memory_format=torch.channels_last)
-        labels = train.labels[rows.to(place)].to(device, non_blocking=True)
-        yield from zip(split(x, own), split(labels, own), strict=True)
+        labels = train.labels[rows.to(source)].to(device, non_blocking=True)
+        yield from zip(split(x, lengths), split(labels, lengths), strict=True)
 
 
 def eval_batches(
@@ -66,37 +65,36 @@ def eval_batches(
     rows: Tensor | None = None,
     part: Callable[[int], slice] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images to test on, or some of them, and their labels; blur and the like are the same in every call.
+    """The test images, or those at ``rows``, and their labels; what is random about them is the same in every call.
 
-    ``part`` returns the part of a batch of so many images that is wanted; by default all of it.
+    ``part`` returns the part of a batch of so many images to yield; by default all of it.
     """
     key = keyed_random.keys(_TEST_SEED, [0])
     rand = keyed_random.uniform(key, "test", len(dataset.test), RANDS_PER_IMAGE)[0].float()
-    place = dataset.test.pixels.device
-    for some in split(torch.arange(len(dataset.test)) if rows is None else rows, size):
-        some = some if part is None else some[part(len(some))]
-        there = some.to(place)
-        x = dataset.eval_transform(_pick(dataset.test.pixels, there).to(device), rand[some].to(device))
-        yield x.contiguous(memory_format=torch.channels_last), dataset.test.labels[there].to(device)
+    for batch in split(torch.arange(len(dataset.test)) if rows is None else rows, size):
+        batch = batch if part is None else batch[part(len(batch))]
+        index = batch.to(dataset.test.pixels.device)
+        x = dataset.eval_transform(_pick(dataset.test.pixels, index).to(device), rand[batch].to(device))
+        yield x.contiguous(memory_format=torch.channels_last), dataset.test.labels[index].to(device)
 
 
 def generator_seed(seed: int, purpose: str) -> int:
-    """A generator's seed of 63 bits that has nothing to do with neighbouring seeds'."""
+    """Returns a seed of 63 bits for a generator, independent of those for other seeds and purposes."""
     return int(keyed_random.bits(keyed_random.keys(seed, [0]), purpose, 1)[0, 0]) & ((1 << 63) - 1)
 
 
 def _pick(pixels: Tensor, rows: Tensor) -> Tensor:
-    """Some of the images; with the channels last where they lie last, so that an image is one piece of memory."""
+    """The images at ``rows``; channels_last images are indexed as (B, H, W, C), so that each is copied in one piece."""
     if pixels.is_contiguous(memory_format=torch.channels_last):
         return pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2)
     return pixels[rows]
 
 
-def _groups(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Neighbouring batches of at most so many images together; at least one batch."""
+def _groups(sizes: Sequence[int], max_images: int) -> Iterator[list[int]]:
+    """Groups neighbouring batches of at most so many images together, or of one batch."""
     group: list[int] = []
     for size in sizes:
-        if group and sum(group) + size > most:
+        if group and sum(group) + size > max_images:
             yield group
             group = []
         group.append(size)

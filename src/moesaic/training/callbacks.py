@@ -154,10 +154,10 @@ class BalanceLossCallback(Callback):
 
     def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
         """The sum over layers; where experts choose, loads are equal anyway."""
-        every = self._routing.values()
-        chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
+        routings = self._routing.values()
+        by_units = [routing for routing in routings if routing.chooser != "expert" and routing.unit != "channel"]
         batch = trainer.global_batch
-        total = cast("Tensor | float", sum(load_balance_loss(routing, batch=batch) for routing in chosen))
+        total = cast("Tensor | float", sum(load_balance_loss(routing, batch=batch) for routing in by_units))
         # of several processes each has a share of it, and what is returned will be weighted as a mean over samples
         per_sample = 1.0 if batch is None else batch.size / max(len(x), 1)
         return trainer.recipe.balance_weight * per_sample * total

@@ -1,7 +1,7 @@
 """The plan of a sweep: the cells that a command needs, stored beside them so that anyone can see what is missing.
 
 A folder may have several plans, of commands with other options; each is a file named after what was asked for. Trials
-that are added one by one are added to the plan. Workers write the same plan, whoever comes first.
+that are added one by one are added to the plan. All workers write the same plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PlannedCell:
     digest: str
     """`cell_digest`, which depends on the data: without these it is another one."""
     needs: str = ""
-    """What the machine that wrote the plan lacks to run it."""
+    """Requirement of the cell that the machine of the plan does not have; empty if it can run."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SweepPlan:
     """The cells that a command needs."""
 
     title: str
-    """What the command does, in words."""
+    """Description of the command."""
     cells: tuple[PlannedCell, ...]
 
     def extended(self, cells: Sequence[PlannedCell]) -> SweepPlan:

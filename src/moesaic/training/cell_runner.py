@@ -1,8 +1,8 @@
 """Runs cells together with other workers: processes, on one machine or on several, that share the folder of the cells.
 
 A worker takes the first cell that is neither finished nor under the lease of another worker, runs and stores it, and
-looks again. When every cell that is left is under a lease, it waits: for the results of the others, or for the leases
-that dead workers leave. All workers end with the same results, whoever computed them and in whatever order.
+looks again. When every pending cell is under a lease, it waits: for the results of the others, or for the leases
+of dead workers to expire. All workers end with the same results, whichever worker computed them.
 """
 
 from __future__ import annotations
@@ -46,48 +46,48 @@ def run_cells(
 ) -> list[CachedResult]:
     """Returns the results of the cells, in their order, after running those that no other worker runs.
 
-    Cells that are finished at the start count for nothing in the progress; what others finish later is skipped there.
-    ``on_result`` is called with the digest and the result of each cell as soon as it is there, whoever computed it.
+    Cells that are finished at the start are not part of the progress; those that others finish later are skipped in it.
+    ``on_result`` is called with the digest and the result of each cell as soon as it is finished, by any worker.
     ``may_start`` is asked before each cell; one that may not start is left out, and has no result in the list.
     """
     by_digest: dict[str, CellWork] = {}
     for cell in cells:
         by_digest.setdefault(cell.digest, cell)
-    found: dict[str, CachedResult] = {}
+    results: dict[str, CachedResult] = {}
 
     def add(digest: str, result: CachedResult) -> None:
-        found[digest] = result
+        results[digest] = result
         on_result(digest, result)
 
     for digest, cell in by_digest.items():
         result = _find(cache, cell)
         if result is not None:
             add(digest, result)
-    left = [cell for digest, cell in by_digest.items() if digest not in found]
-    while left:
-        there = cache.digests()
-        for cell in left:
-            result = _find(cache, cell) if cell.digest in there else None
+    pending = [cell for digest, cell in by_digest.items() if digest not in results]
+    while pending:
+        stored = cache.digests()
+        for cell in pending:
+            result = _find(cache, cell) if cell.digest in stored else None
             if result is not None:  # another worker has finished it
                 add(cell.digest, result)
                 progress.begin(cell.name, cell.steps)
                 progress.skip(cell.steps)
                 progress.end()
-        left = [cell for cell in left if cell.digest not in found]
-        left = [cell for cell in left if may_start(cell)]
-        for cell in left:
+        pending = [cell for cell in pending if cell.digest not in results]
+        pending = [cell for cell in pending if may_start(cell)]
+        for cell in pending:
             result = _run(cache, cell, progress)
             if result is not None:
                 add(cell.digest, result)
-                left.remove(cell)
+                pending.remove(cell)
                 break
         else:
-            if not left:
+            if not pending:
                 break
-            progress.advance(0, _waiting(cache, left))
+            progress.advance(0, _waiting(cache, pending))
             cache.leases.wait()
     cache.leases.remove(by_digest.keys())  # of workers that were killed between storing a cell and releasing it
-    return [found[cell.digest] for cell in cells if cell.digest in found]
+    return [results[cell.digest] for cell in cells if cell.digest in results]
 
 
 def _find(cache: ResultCache, cell: CellWork) -> CachedResult | None:
@@ -100,13 +100,13 @@ def _run(cache: ResultCache, cell: CellWork, progress: Progress) -> CachedResult
     if lease is None:
         return None
     with lease:
-        found = _find(cache, cell)  # finished between the look and the lease
-        if found is not None:
+        finished = _find(cache, cell)  # finished before this worker got the lease
+        if finished is not None:
             progress.skip(cell.steps)
-            return found
+            return finished
         leased = _LeasedProgress(progress, lease)
         try:
-            made = cache.run(cell.name, cell.spec, lambda: cell.work(leased))
+            result = cache.run(cell.name, cell.spec, lambda: cell.work(leased))
         except Exception as error:
             # lost: the files of the cell belong to another worker now; in use: a suspended one has locked them
             if lease.lost or isinstance(error, FolderInUse):
@@ -114,13 +114,14 @@ def _run(cache: ResultCache, cell: CellWork, progress: Progress) -> CachedResult
                 return None
             raise
         cell.stored()
-        return made
+        return result
 
 
-def _waiting(cache: ResultCache, left: Sequence[CellWork]) -> str:
-    holders = [cache.leases.holder(cell.digest) for cell in left]
-    names = sorted({f"{each.host}, process {each.pid}" for each in holders if each is not None})
-    return f"waiting for {len(left)} {'cell' if len(left) == 1 else 'cells'} of other workers ({'; '.join(names)})"
+def _waiting(cache: ResultCache, pending: Sequence[CellWork]) -> str:
+    holders = [cache.leases.holder(cell.digest) for cell in pending]
+    names = sorted({f"{holder.host}, process {holder.pid}" for holder in holders if holder is not None})
+    cells = "1 cell" if len(pending) == 1 else f"{len(pending)} cells"
+    return f"waiting for {cells} of other workers ({'; '.join(names)})"
 
 
 class _LeaseLost(Exception):

@@ -1,4 +1,4 @@
-"""What is done, running and missing of the cells in a folder, by its plans, its files and its leases."""
+"""The status of the cells in a folder, by its plans, its files and its leases: done, running, missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CELLS = "cells"
 """The subfolder of the cells."""
 
 State = Literal["done", "running", "abandoned", "damaged", "missing"]
-"""abandoned: its worker, on this machine, is dead; the next worker that looks takes over. damaged: it is done again."""
+"""abandoned: its worker, on this machine, is dead, and another one will take over; damaged: it will be done again."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CellStatus:
     digest: str
     state: State
     seconds: float | None = None
-    """How long it took, where it is done."""
+    """Seconds that it took; None if it is not done."""
     host: str = ""
     """Machine of the worker, where there is one."""
     pid: int | None = None
@@ -39,7 +39,7 @@ class CellStatus:
     heartbeat_age: float | None = None
     """Seconds since the last heartbeat, by the clocks of this machine and of the folder's."""
     needs: str = ""
-    """What a machine that planned it lacked to run it."""
+    """`PlannedCell.needs`."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +66,28 @@ def folder_status(out: Path, clock: Callable[[], float] = time.time) -> list[Pla
     ('cells of no plan', 'a-cell', 'done')
     """
     folder = cells_folder(out)
-    there = {path.stem.rpartition("-")[2]: path for path in sorted(folder.glob("*-*.json"))}
-    held = Leases(folder).holders()
+    paths = {path.stem.rpartition("-")[2]: path for path in sorted(folder.glob("*-*.json"))}
+    holders = Leases(folder).holders()
 
     def status(name: str, digest: str, needs: str = "") -> CellStatus:
-        path = there.get(digest)
+        path = paths.get(digest)
         if path is not None:
             try:
                 return CellStatus(name, digest, "done", read_cell(path).seconds)
             except (InvalidFile, FileNotFoundError):
-                if digest not in held:
+                if digest not in holders:
                     return CellStatus(name, digest, "damaged")
-        if digest not in held:
+        if digest not in holders:
             return CellStatus(name, digest, "missing", needs=needs)
-        holder, written = held[digest]
+        holder, written = holders[digest]
         return _running(name, digest, holder, max(0.0, clock() - written))
 
     plans = read_plans(out)
-    found = [PlanStatus(plan.title, tuple(_once(plan, status))) for plan in plans]
+    statuses = [PlanStatus(plan.title, tuple(_once(plan, status))) for plan in plans]
     planned = {cell.digest for plan in plans for cell in plan.cells}
-    others = [status(path.stem.rpartition("-")[0], digest) for digest, path in there.items() if digest not in planned]
-    return [*found, PlanStatus("cells of no plan", tuple(others))] if others or not found else found
+    unplanned = {digest: path for digest, path in paths.items() if digest not in planned}
+    cells = tuple(status(path.stem.rpartition("-")[0], digest) for digest, path in unplanned.items())
+    return [*statuses, PlanStatus("cells of no plan", cells)] if cells or not statuses else statuses
 
 
 def cells_folder(out: Path) -> Path:
@@ -101,10 +102,10 @@ def cells_folder(out: Path) -> Path:
 
 def _once(plan: SweepPlan, status: Callable[[str, str, str], CellStatus]) -> Iterator[CellStatus]:
     """The cells of a plan; the same work under two names is one."""
-    seen: set[str] = set()
+    digests: set[str] = set()
     for cell in plan.cells:
-        if cell.digest not in seen:
-            seen.add(cell.digest)
+        if cell.digest not in digests:
+            digests.add(cell.digest)
             yield status(cell.name, cell.digest, cell.needs)
 
 

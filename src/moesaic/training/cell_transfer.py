@@ -17,9 +17,10 @@ from typing import Any, cast
 
 from moesaic.data.file_sources import ZipSource
 from moesaic.files import atomic_file, json_digest, write_atomic, write_new
+from moesaic.leases import Leases
 from moesaic.training.cell_plan import PLANS, SweepPlan, parse_plan, write_plan
 from moesaic.training.cell_status import CELLS, cells_folder
-from moesaic.training.result_cache import StoredCell, cell_digest, parse_cell
+from moesaic.training.result_cache import StoredCell, cell_digest, parse_cell, read_cell
 from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes
 
 __all__ = ["ConflictingCells", "Merged", "first_difference", "merge_cells", "pack_cells"]
@@ -42,7 +43,7 @@ class ConflictingCells(ValueError):
 
 @dataclass(frozen=True)
 class Merged:
-    """What a merge did."""
+    """The result of a merge: numbers of cells and networks."""
 
     cells: int
     """Cells that were added."""
@@ -101,7 +102,7 @@ def merge_cells(sources: Sequence[Path], out: Path, log: Callable[[str], None] =
         added = [cell for cell in cells.values() if cell.where != out]
         (out / CELLS).mkdir(parents=True, exist_ok=True)
         for cell in added:
-            write_new(out / cell.name, cell.content)
+            cell.write(out)
         for name, plan in plans.items():
             write_plan(out / name, plan)
         carried = 0
@@ -167,42 +168,55 @@ class _Cell:
     def key(self) -> str:
         return json_digest(self.stored.spec)
 
+    def write(self, out: Path) -> None:
+        """Writes the cell to a folder; a damaged file in its place is replaced, unless a worker runs the cell."""
+        path = out / self.name
+        if write_new(path, self.content):
+            return
+        lease = Leases(path.parent).acquire(cell_digest(self.stored.spec))
+        if lease is not None:
+            with lease:
+                try:
+                    read_cell(path)
+                except (InvalidFile, FileNotFoundError):
+                    write_atomic(path, self.content)
+
 
 def _check_equal(one: _Cell, other: _Cell) -> None:
     differs = first_difference(one.stored.result, other.stored.result)
     if differs is not None:
-        place, a, b = differs
+        where, a, b = differs
         raise ConflictingCells(
             f"{one.where / one.name} and {other.where / other.name} have different results of one specification: "
-            f"{place} is {a!r} in the first, {b!r} in the second; remove one of the two, or merge other folders"
+            f"{where} is {a!r} in the first, {b!r} in the second; remove one of the two, or merge other folders"
         )
 
 
 @contextmanager
-def _opened(places: Sequence[Path]) -> Generator[list[_Source]]:
+def _opened(paths: Sequence[Path]) -> Generator[list[_Source]]:
     archives: list[ZipSource] = []
     try:
-        found: list[_Source] = []
-        for place in places:
-            if place.is_file():
-                archive = ZipSource(place)
+        opened: list[_Source] = []
+        for path in paths:
+            if path.is_file():
+                archive = ZipSource(path)
                 archives.append(archive)
-                found.append(_Source(place, tuple(entry.name for entry in archive.entries()), archive.read))
+                opened.append(_Source(path, tuple(entry.name for entry in archive.entries()), archive.read))
             else:
-                found.append(_folder(place))
-        yield found
+                opened.append(_folder(path))
+        yield opened
     finally:
         for archive in archives:
             archive.__exit__()
 
 
-def _folder(place: Path) -> _Source:
-    if not place.is_dir():
-        raise FileNotFoundError(f"{place}: there is no such folder or archive; check the path")
-    cells_folder(place)
+def _folder(folder: Path) -> _Source:
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder or archive; check the path")
+    cells_folder(folder)
     patterns = (f"{CELLS}/*.json", f"{PLANS}/*.json", *(f"{NETWORKS}/*/{name}" for name in _RUN_FILES))
-    names = sorted(path.relative_to(place).as_posix() for pattern in patterns for path in place.glob(pattern))
-    return _Source(place, tuple(names), lambda name: read_bytes(place / name, MAX_FILE_BYTES))
+    names = sorted(path.relative_to(folder).as_posix() for pattern in patterns for path in folder.glob(pattern))
+    return _Source(folder, tuple(names), lambda name: read_bytes(folder / name, MAX_FILE_BYTES))
 
 
 def _cells(source: _Source, log: Callable[[str], None]) -> Iterator[_Cell]:
@@ -239,15 +253,15 @@ class _Network:
 
     def read(self, log: Callable[[str], None]) -> dict[str, bytes]:
         """The files by their path within the source; none where one of them is too large or damaged."""
-        made: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         for file in _RUN_FILES:
             name = f"{NETWORKS}/{self.name}/{file}"
             try:
-                made[name] = self.source.read(name)
+                files[name] = self.source.read(name)
             except InvalidFile as fault:
                 log(f"{self.source.where / NETWORKS / self.name} is left out: {file}: {fault}")
                 return {}
-        return made
+        return files
 
 
 def _networks(source: _Source) -> Iterator[_Network]:
@@ -256,12 +270,12 @@ def _networks(source: _Source) -> Iterator[_Network]:
         match = _NETWORK.fullmatch(name)
         if match is not None:
             files.setdefault(match[1], set()).add(match[2])
-    for network, there in sorted(files.items()):
-        if there == set(_RUN_FILES):
+    for network, names in sorted(files.items()):
+        if names == set(_RUN_FILES):
             yield _Network(source, network)
 
 
 def _add(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    about = zipfile.ZipInfo(name, _EPOCH)
-    about.create_system, about.external_attr = 3, 0o644 << 16
-    archive.writestr(about, content, zipfile.ZIP_DEFLATED, 6)
+    info = zipfile.ZipInfo(name, _EPOCH)
+    info.create_system, info.external_attr = 3, 0o644 << 16
+    archive.writestr(info, content, zipfile.ZIP_DEFLATED, 6)

@@ -1,11 +1,12 @@
 """Checkpoints of networks, and of training in progress.
 
-A network is one safetensors file, with what is needed to use it in its header: how the network was made, the
-names of its classes, how bytes become its input. Training in progress is another, which has everything that the
-next step depends on and is enough by itself. There is no pickle in either, so nothing in a file runs, and both have a
-checksum that is verified on loading. A file is written beside its place and then renamed: whatever exists is complete,
-and a full disk leaves the last one. Files are untrusted: the header is validated, its specification passes
-`check_spec`, and shapes are compared on the meta device before any memory is taken for the network.
+The checkpoint of a network is a safetensors file. Its header has what inference needs: the specification of the
+network, the names of its classes, the normalization of its input. The checkpoint of training in progress is another
+safetensors file, with the complete state that the next step depends on. There is no pickle in either, so nothing in a
+file runs, and both have a checksum that is verified on loading. Files are written to a temporary file and then renamed:
+whatever exists is complete, and after a failed write the previous file is still there. Files are untrusted: the header
+is validated, its specification passes `check_spec`, and shapes are compared on the meta device before any memory is
+allocated for the network.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Metadata:
     """The metadata in the file of a network."""
 
     spec: ModelSpec | None
-    """How the network was made; None if unknown."""
+    """Specification of the network; None if unknown."""
     class_names: tuple[str, ...]
     cluster_names: tuple[str, ...]
     normalize: Normalize | None
@@ -89,7 +90,7 @@ class Metadata:
         spec, scale = header.spec, header.scale
         with refused_as(f"{where}.scale cannot be used"):
             normalize = None if scale is None else Normalize(scale.mean, scale.std)
-        made = cls(
+        metadata = cls(
             None if spec is None else ModelSpec(spec.name, dict(spec.arguments), tuple(map(dict, spec.conversions))),
             tuple(map(printable, header.class_names)),  # they are printed and shown on pages
             tuple(map(printable, header.cluster_names)),
@@ -99,11 +100,11 @@ class Metadata:
             header.metrics,
             header.tested,
         )
-        made._check(where)
-        return made
+        metadata._check(where)
+        return metadata
 
     def _check(self, where: str) -> None:
-        """Refuses values that no training writes: from a file, they would be asked of memory, or shown."""
+        """Refuses values that no training writes: those of a file decide about memory, and are shown on pages."""
         C, H, W = self.input_shape
         if not (1 <= C <= MAX_CHANNELS and 1 <= H <= MAX_IMAGE_SIZE and 1 <= W <= MAX_IMAGE_SIZE):
             raise InvalidFile(
@@ -161,7 +162,7 @@ class Checkpoint:
 
     @property
     def spec(self) -> ModelSpec:
-        """How the network was made."""
+        """Specification of the network."""
         assert self.metadata.spec is not None, "load_checkpoint refuses a file without"
         return self.metadata.spec
 
@@ -193,7 +194,7 @@ class Checkpoint:
 def load_checkpoint(
     path: str | Path, device: torch.device | str = "cpu", *, router: RouterLike | None = None
 ) -> Checkpoint:
-    """The network of a run, made anew and with its weights; ``path`` is the folder of the run or the file itself.
+    """Builds the network of a checkpoint and loads its weights; ``path`` is the folder of a run, or the file.
 
     A router that is not moesaic's is never imported by its name in the file: give the class as ``router``, or call
     `moesaic.routing.register_router` first.
@@ -265,15 +266,15 @@ class _Network:
     path: Path
     metadata: Metadata
     shapes: Mapping[str, tuple[int, ...]]
-    """Of its tensors."""
+    """Shapes of its tensors."""
     tensors: Callable[[], dict[str, Tensor]]
     """Reads the tensors, and verifies the checksum."""
 
 
 def _runs_inside(folder: Path) -> str:
     """Names runs in a folder of runs, or in that of a comparison, as the end of a sentence."""
-    found = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
-    return f"; use {first_names([str(each) for each in found])}" if found else ""
+    runs = sorted(run.parent for pattern in ("*", "networks/*") for run in folder.glob(f"{pattern}/{NETWORK}"))
+    return f"; use {first_names([str(run) for run in runs])}" if runs else ""
 
 
 @contextmanager
@@ -293,10 +294,10 @@ def _open_network(path: Path) -> Generator[_Network]:
             file = stack.enter_context(open_tensors(path))
             content = file.content()
             if content.get("format") != _FORMAT:
-                found = printable(repr(content.get("format"))[:40])
+                version = printable(repr(content.get("format"))[:40])
                 way_out = "use the version that wrote it" if "format" in content else f"name the {NETWORK} beside it"
                 raise CheckpointError(
-                    f"{path} has format={found}, this version of moesaic reads format={_FORMAT}; {way_out}"
+                    f"{path} has format={version}, this version of moesaic reads format={_FORMAT}; {way_out}"
                 )
             metadata = Metadata.from_json(content, f"{path}: header")
 
@@ -309,13 +310,12 @@ def _open_network(path: Path) -> Generator[_Network]:
 
 def _build(spec: ModelSpec, router: RouterLike | None, network: _Network, refusal: str) -> nn.Module:
     """Builds a network if its tensors have the shapes in the file, so that a header cannot ask for more memory."""
-    # registered by name, or not at all: the messages of both say what to do
-    with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
+    with torch.random.fork_rng(devices=[]):  # initial weights are replaced
         try:
             with torch.device("meta"), refused_as(f"{network.path}: {spec.name} cannot be made", CheckpointError):
                 empty = spec.build(router)
         except CheckpointError:
-            # of a network that is not ours, some cannot be made on the meta device: the limits of arguments hold
+            # some networks of other packages cannot be made on the meta device: the limits of arguments still hold
             if not (spec.name.startswith("timm/") or spec.own_routers):
                 raise
             sizes = {size for shape in network.shapes.values() for size in shape}
@@ -329,8 +329,8 @@ def _build(spec: ModelSpec, router: RouterLike | None, network: _Network, refusa
 
 def _refuse_differences(refusal: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Lists the tensors in which file and network differ."""
-    own = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
-    differences = shape_differences(shapes, own)
+    network = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
+    differences = shape_differences(shapes, network)
     if differences:
         raise CheckpointError(f"{refusal}: {differences}")
 

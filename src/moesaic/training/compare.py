@@ -42,7 +42,7 @@ _NOTED_MARGIN = 3.0
 
 @dataclass(frozen=True)
 class Grid:
-    """What to run: every model with every number of samples, ``trials`` times or up to ``max_trials`` times."""
+    """The runs of a comparison: every model with every number of samples, ``trials`` or up to ``max_trials`` times."""
 
     models: tuple[str, ...]
     """Networks as `ModelSpec.parse` reads them, such as "wrn10_2_pmoe:patches_per_expert=8". Others are compared with
@@ -70,24 +70,24 @@ class Grid:
             self._check_max_trials(self.max_trials)
         object.__setattr__(self, "samples", tuple(sorted(self.samples)))
 
-    def _check_max_trials(self, most: int) -> None:
+    def _check_max_trials(self, max_trials: int) -> None:
         if self.trials < FIRST_LOOK:
             raise ValueError(
-                f"compare: trials={self.trials} with max_trials={most}; trials are added to at least {FIRST_LOOK}"
+                f"compare: trials={self.trials} with max_trials={max_trials}; trials are added to at least {FIRST_LOOK}"
             )
-        if not self.trials <= most <= LAST_LOOK:
+        if not self.trials <= max_trials <= LAST_LOOK:
             raise ValueError(
-                f"compare: max_trials={most}; it must be from {self.trials} to {LAST_LOOK}, for which the error of "
-                f"5 % holds; for another number use exactly trials={max(most, 2)}"
+                f"compare: max_trials={max_trials}; it must be from {self.trials} to {LAST_LOOK}, for which the error "
+                f"of 5 % holds; for another number use exactly trials={max(max_trials, 2)}"
             )
 
     def check(self, dataset: ImageDataset) -> None:
-        """Whether the dataset has images enough; an error says how many there are."""
-        fewest, most, there = self.samples[0], self.samples[-1], len(dataset.train)
-        if most > there:
+        """Refuses a dataset with too few images."""
+        fewest, most, available = self.samples[0], self.samples[-1], len(dataset.train)
+        if most > available:
             raise ValueError(
-                f"compare: samples={most}, but there are {there} images to train on"
-                f"{f' in {dataset.name}' if dataset.name else ''}; use at most {there}, or add images"
+                f"compare: samples={most}, but there are {available} images to train on"
+                f"{f' in {dataset.name}' if dataset.name else ''}; use at most {available}, or add images"
             )
         if fewest < dataset.num_classes:
             raise ValueError(
@@ -97,13 +97,13 @@ class Grid:
 
     def contenders(self, dataset: ImageDataset) -> list[Contender]:
         """The models, made for images of the dataset, and what they cost."""
-        found: list[Contender] = []
+        contenders: list[Contender] = []
         for model, label in zip(self.models, short_names(self.models), strict=True):
             spec, cost = spec_for_dataset(model, dataset)
             share = 100 * cost.routed_parameters / cost.parameters
             spelling = re.sub(r"(:weights=)[^:]*/", r"\1", model) if label != model else ""  # without folders
-            found.append(Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share, spelling)))
-        return found
+            contenders.append(Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share, spelling)))
+        return contenders
 
 
 def compare(
@@ -121,13 +121,13 @@ def compare(
     seconds_left: Callable[[], float] | None = None,
     head_lrs: bool = False,
 ) -> Comparison:
-    """Run what is missing of the grid, and put everything together.
+    """Compares models: trains those runs of the grid that are not finished, and returns the results of all.
 
     ``recipe.trainable`` and ``recipe.layer_decay`` apply to pretrained models; others are trained as a whole. Where
     only heads are trained, the features of a backbone are computed once for all runs and cached in ``cache_dir``, or
     in memory. Pretrained models have their own normalization.
 
-    ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
+    ``settings`` are settings that runs depend on besides images, labels and the other arguments: the augmentation.
     ``head_lrs`` gives heads on frozen backbones their own learning rates (`head_recipe`) in place of ``recipe.lr``.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
     samples, one for each model.
@@ -148,14 +148,14 @@ def compare(
     title = f"compare {dataset.name}: {', '.join(grid.models)}; {sizes} samples, {recipe.epochs} epochs"
 
     def plan(work: Sequence[CellWork]) -> None:
-        planned = tuple(PlannedCell(each.name, each.digest) for each in work)
+        planned = tuple(PlannedCell(cell.name, cell.digest) for cell in work)
         add_to_plan(out, asked, SweepPlan(title, planned))
 
     def run_trials(active: Sequence[Contender], trials: Sequence[int], name: str) -> list[Run]:
         return cells.run_trials(active, grid.samples, trials, name, progress, plan)
 
     number = grid.trials * len(grid.samples) * len(contenders)
-    found = Comparison(
+    comparison = Comparison(
         data=dataset.name,
         digest=dataset.digest,
         classes=dataset.class_names,
@@ -163,7 +163,7 @@ def compare(
         pool=len(dataset.train),
         tested=len(dataset.test),
         guessing=100 * float(dataset.test.labels.bincount().max()) / len(dataset.test),
-        models=tuple(who.model for who in contenders),
+        models=tuple(contender.model for contender in contenders),
         samples=grid.samples,
         trials=grid.trials,
         seed=seed,
@@ -174,16 +174,16 @@ def compare(
         max_trials=grid.max_trials,
     )
     if grid.max_trials is None:
-        return found
+        return comparison
 
     def has_time(active: Sequence[Contender], trial: int) -> bool:
         return seconds_left is None or cells.seconds(active, grid.samples, trial) <= seconds_left()
 
-    return _add_trials(found, contenders, grid.max_trials, has_time, run_trials)
+    return _add_trials(comparison, contenders, grid.max_trials, has_time, run_trials)
 
 
 def _add_trials(
-    found: Comparison,
+    comparison: Comparison,
     contenders: Sequence[Contender],
     max_trials: int,
     has_time: Callable[[Sequence[Contender], int], bool],
@@ -192,23 +192,23 @@ def _add_trials(
     """Adds trials one by one, to the models whose comparison is still open."""
     baseline, *others = contenders
     while True:
-        others = [who for who in others if not is_settled(found, who.model.name)]
+        others = [contender for contender in others if not is_settled(comparison, contender.model.name)]
         if not others:
-            return replace(found, ended="more would hardly change the answers")
-        if found.trials == max_trials:
-            return replace(found, ended=f"{max_trials} trials are the most that were allowed")
-        active, trial = [baseline, *others], found.trials
+            return replace(comparison, ended="more would hardly change the answers")
+        if comparison.trials == max_trials:
+            return replace(comparison, ended=f"{max_trials} trials are the most that were allowed")
+        active, trial = [baseline, *others], comparison.trials
         if not has_time(active, trial):
-            return replace(found, ended="the next would take longer than the time that is left")
+            return replace(comparison, ended="the next would take longer than the time that is left")
         runs = run_trials(active, [trial], f"trial {trial + 1}")
-        found = replace(found, trials=trial + 1, runs=(*found.runs, *runs))
+        comparison = replace(comparison, trials=trial + 1, runs=(*comparison.runs, *runs))
 
 
 def _notes(dataset: ImageDataset, grid: Grid) -> Iterator[str]:
     if dataset.skipped:
-        some = ", ".join(f"{each.path} ({each.reason})" for each in dataset.skipped[:3])
+        named = ", ".join(f"{file.path} ({file.reason})" for file in dataset.skipped[:3])
         more = f" and {len(dataset.skipped) - 3} more" if len(dataset.skipped) > 3 else ""
-        yield f"{len(dataset.skipped)} files were skipped: {some}{more}."
+        yield f"{len(dataset.skipped)} files were skipped: {named}{more}."
     margin = 100 * math.sqrt(0.25 / len(dataset.test)) * 1.96
     if margin > _NOTED_MARGIN:
         yield (

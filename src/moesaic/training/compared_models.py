@@ -66,11 +66,10 @@ def expand_models(models: Sequence[str]) -> tuple[str, ...]:
             f"'{spec.name},…', or a network of timm with pretrained weights, whose heads are then compared: "
             "'timm/resnet18:pretrained' or 'timm/resnet18:weights=FILE'"
         )
-    head = re.compile(r":head=(\w+)")
-    own = head.search(model)
-    if own is None:
-        return tuple(f"{model}:head={each}" for each in HEADS)
-    other = next(each for each in HEADS if each != own[1])
+    head = re.search(r":head=(\w+)", model)
+    if head is None:
+        return tuple(f"{model}:head={name}" for name in HEADS)
+    other = next(name for name in HEADS if name != head[1])
     stem = ":".join(part for part in model.split(":") if part.split("=")[0] not in ("head", *HEAD_OPTIONS))
     pair = f"{stem}:head={other}", model
     return pair if other == HEADS[0] else pair[::-1]
@@ -86,12 +85,13 @@ def short_names(models: Sequence[str]) -> list[str]:
     """
     parts = [model.split(":") for model in models]
     source = re.compile(r"weights=.*|pretrained(=True)?")
-    plain = [[each for each in some if not source.fullmatch(each)] for some in parts]
-    one_source = len({tuple(each for each in some if source.fullmatch(each)) for some in parts}) == 1
-    one_name = len({some[0] for some in parts}) == 1 and all(len(some) > 1 for some in plain)
-    tails = [some[1:] for some in plain] if one_source and one_name else plain
-    for found in (tails, plain, [[re.sub(r"^(weights=).*/", r"\1", each) for each in some] for some in parts]):
-        names = [":".join(each) for each in found]
+    without_source = [[part for part in model if not source.fullmatch(part)] for model in parts]
+    one_source = len({tuple(part for part in model if source.fullmatch(part)) for model in parts}) == 1
+    one_name = len({model[0] for model in parts}) == 1 and all(len(model) > 1 for model in without_source)
+    options = [model[1:] for model in without_source] if one_source and one_name else without_source
+    without_folders = [[re.sub(r"^(weights=).*/", r"\1", part) for part in model] for model in parts]
+    for shortened in (options, without_source, without_folders):
+        names = [":".join(model) for model in shortened]
         if len(set(names)) == len(names):
             return names
     return list(models)
@@ -106,6 +106,6 @@ def default_samples(images: int, classes: int) -> tuple[int, ...]:
     ((250, 500, 1000), (25, 50, 100), (5, 10))
     """
     steps = [digit * 10**power for power in range(3) for digit in (1, 2, 5)] + [1000]
-    most = max([each for each in steps if each <= 0.8 * images], default=images)
-    found = tuple(most // part for part in (4, 2, 1) if most // part >= max(classes, 3))
-    return found or (images,)
+    largest = max([step for step in steps if step <= 0.8 * images], default=images)
+    sizes = tuple(largest // part for part in (4, 2, 1) if largest // part >= max(classes, 3))
+    return sizes or (images,)

@@ -27,17 +27,17 @@ __all__ = ["BudgetPlan", "SharedTimeBudget"]
 
 @dataclass(frozen=True)
 class BudgetPlan:
-    """What fits the budget, and until when."""
+    """The part of a comparison that fits the budget, and its deadline."""
 
     samples: tuple[int, ...]
     trials: int
     epochs: int
     workers: int
-    """Among which the time is divided; those that join later are not counted."""
+    """Workers that share the time; those that join later are not counted."""
     deadline: float
     """Unix time."""
     session: str
-    """Tells budgets apart: the same command has a new one each time, unless others are at work."""
+    """Identifies a budget: the same command has a new one each time, unless other workers are active."""
 
 
 class SharedTimeBudget:

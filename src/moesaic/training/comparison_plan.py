@@ -1,4 +1,4 @@
-"""What a comparison will take on this machine, and what of it fits a budget of time.
+"""Estimates the time of a comparison on this machine, and plans the part that fits a time budget.
 
 A few steps and a test of each network are measured at the batch size, and the features of a block of images where heads
 train on features. Finished runs take no time. Where everything does not fit, a plan has fewer trials (at least
@@ -45,16 +45,16 @@ class OverBudget(ValueError):
 
 @dataclass(frozen=True)
 class RunCost:
-    """What the runs of a network take, in seconds."""
+    """Seconds that the runs of a network take."""
 
     step: float
     """A training step of a full batch."""
     test: float
     """A test on all test images."""
     setup: float = 0.0
-    """Everything before the first step."""
+    """The time before the first step."""
     epoch: float = 0.0
-    """From the last step of an epoch to the first of the next."""
+    """The time from the last step of an epoch to the first of the next."""
     features: float = 0.0
     """Features of all images, once for all runs; 0 where they are cached, or those of another network."""
 
@@ -71,18 +71,18 @@ class RunCost:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """What is left to do for a network."""
+    """The pending runs of a network."""
 
     name: str
     seconds: float
-    """Of the first trials."""
+    """Seconds of the first trials."""
     step: float | None
-    """Seconds of a training step; None: nothing is left to do."""
+    """Seconds of a training step; None: no run is pending."""
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What a comparison will do, and how long that takes by what was measured."""
+    """The runs of a comparison, and their estimated time."""
 
     grid: Grid
     recipe: Recipe
@@ -90,19 +90,19 @@ class ComparisonPlan:
     features: float
     """Seconds to compute features."""
     most_seconds: float
-    """If all trials are needed that the grid allows, features included."""
+    """Seconds if all trials are needed that the grid allows, features included."""
     finished: int
-    """Runs of the first trials that need not be done."""
+    """Runs of the first trials that are finished."""
     left_out: tuple[str, ...] = ()
-    """What does not fit the budget."""
+    """Trials, samples and epochs that do not fit the budget."""
     full_seconds: float = 0.0
-    """Of the first trials with nothing left out, with what was spent of the budget before them."""
+    """Seconds of the first trials with nothing left out, and of the budget spent before them."""
     workers: int = 1
-    """Processes that share the runs; what they take is divided among them, as if no run had to wait for others."""
+    """Processes that share the runs; time is divided among them, as if no run had to wait for others."""
 
     @property
     def seconds(self) -> float:
-        """Of the first trials, features included."""
+        """Seconds of the first trials, features included."""
         return self.features + sum(model.seconds for model in self.models) / self.workers
 
     @property
@@ -142,11 +142,11 @@ def plan_comparison(
         smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs, workers)
         if smallest.seconds <= budget:
             return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds + spent)
-    least = smallest.grid
+    labels, trials, epochs = smallest.grid.samples[0], smallest.grid.trials, smallest.recipe.epochs
     raise OverBudget(
         f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({len(contenders)} networks with "
-        f"{least.samples[0]:,} labels, {least.trials} trials, {smallest.recipe.epochs} epochs) takes about "
-        f"{smallest.seconds / 60:.1f}; use --minutes {-(-(smallest.seconds + spent) // 60) + 1:.0f} or more, fewer "
+        f"{labels:,} labels, {trials} trials, {epochs} epochs) takes about {smallest.seconds / 60:.1f}; "
+        f"use --minutes {-(-(smallest.seconds + spent) // 60) + 1:.0f} or more, fewer "
         "networks or smaller images"
     )
 
@@ -191,24 +191,24 @@ def _smaller(grid: Grid, recipe: Recipe) -> Iterator[tuple[Grid, Recipe]]:
 
 
 def _left_out(full: ComparisonPlan, plan: ComparisonPlan) -> tuple[str, ...]:
-    found: list[str] = []
+    left_out: list[str] = []
     trials = full.grid.trials - plan.grid.trials
     if trials:
-        found.append(f"{trials} of {full.grid.trials} trials")
+        left_out.append(f"{trials} of {full.grid.trials} trials")
     samples = [size for size in full.grid.samples if size not in plan.grid.samples]
     if samples:
-        found.append(f"{' and '.join(f'{size:,}' for size in samples)} labels")
+        left_out.append(f"{' and '.join(f'{size:,}' for size in samples)} labels")
     epochs = full.recipe.epochs - plan.recipe.epochs
     if epochs:
-        found.append(f"{epochs} of {full.recipe.epochs} epochs")
-    return tuple(found)
+        left_out.append(f"{epochs} of {full.recipe.epochs} epochs")
+    return tuple(left_out)
 
 
 def measure_costs(
     runs: ComparisonRuns, contenders: Sequence[Contender], grid: Grid, log: Callable[[str], None]
 ) -> dict[str, RunCost]:
     """Measures the networks that have runs left to do, whatever part of the grid a plan will choose."""
-    found: dict[str, RunCost] = {}
+    costs: dict[str, RunCost] = {}
     backbones: set[str] = set()
     trials = range(grid.max_trials or grid.trials)
     for who in contenders:
@@ -220,10 +220,10 @@ def measure_costs(
         cost = _measure(runs, who, small)
         if time.perf_counter() - start - cost.setup < _REPEATED_BELOW_SECONDS:
             cost = _measure(runs, who, small)
-        found[who.model.name] = replace(cost, features=0.0 if backbone in backbones else features)
+        costs[who.model.name] = replace(cost, features=0.0 if backbone in backbones else features)
         if backbone:
             backbones.add(backbone)
-    return found
+    return costs
 
 
 def _small_images(

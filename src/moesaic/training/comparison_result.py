@@ -1,7 +1,6 @@
-"""What a comparison of models measured, as plain data: one run for each model, number of samples and trial.
+"""The measurements of a comparison of models, as plain data: one run for each model, number of samples and trial.
 
-This is all that a report needs, and all that result.json has: leads and savings (`paired_comparison`)
-follow from it.
+A report needs nothing else: leads and savings (`paired_comparison`) follow from the runs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Run:
     accuracy: float
     """Test accuracy at the end, in percent."""
     groups: tuple[float, ...]
-    """The same within each group; no number (NaN) where the test part has none of it. Empty: groups are classes."""
+    """Test accuracy in each group, NaN for groups without test images; empty where groups are classes."""
     curve: tuple[CurvePoint, ...]
     stopped: str
     """Why training ended: "all epochs" or "zero training error"."""
@@ -65,7 +64,7 @@ class ComparedModel:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything measured, complete: a run for each trial of each model with each number of samples.
+    """A complete comparison: a run for each trial of each model with each number of samples.
 
     All models have ``trials`` trials. Where trials were added one by one, the first model has so many, and another one
     has fewer where fewer decided.
@@ -91,17 +90,17 @@ class Comparison:
     trials: int
     seed: int
     recipe: Mapping[str, Any]
-    """How the networks were trained."""
+    """The recipe as JSON, and other settings of the runs."""
     machine: str
     """Description of the machine."""
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
-    """What a reader should know, such as images that were skipped."""
+    """Notes for readers of the report, such as images that were skipped."""
     max_trials: int | None = None
     """Where trials were added one by one (`group_sequential`): how many there could have been. None: ``trials`` were
     asked for."""
     ended: str = ""
-    """Why no more trials were added, where they were added one by one."""
+    """Why no more trials were added; empty where they were not added one by one."""
 
     def __post_init__(self) -> None:
         runs = {(run.model, run.samples, run.trial) for run in self.runs}
@@ -129,7 +128,7 @@ class Comparison:
         return next(model for model in self.models if model.name == name)
 
     def runs_of(self, model: str, samples: int) -> tuple[Run, ...]:
-        """Those of a model with so many samples, trial by trial."""
+        """Returns the runs of a model with so many samples, trial by trial."""
         runs = (run for run in self.runs if run.model == model and run.samples == samples)
         return tuple(sorted(runs, key=lambda run: run.trial))
 

@@ -29,7 +29,7 @@ from moesaic.training.result_cache import CachedResult, ResultCache
 __all__ = ["ComparisonRuns", "Contender", "eval_every", "has_groups"]
 
 MAX_TESTS = 25
-"""So many times a run is tested at most: more would take longer than training on few images does."""
+"""Tests of a run, at most: more would take longer than training on few images does."""
 
 
 def eval_every(epochs: int) -> int:
@@ -59,7 +59,7 @@ class ComparisonRuns:
     cache_dir: Path | None
     head_lrs: bool
     images: dict[str, ImageDataset]
-    """The images as each model takes them, with features where these stand for them."""
+    """The dataset with the normalization of each model, and with features where it trains on features."""
 
     @classmethod
     def of(
@@ -74,12 +74,12 @@ class ComparisonRuns:
         log: Callable[[str], None],
         head_lrs: bool = False,
     ) -> ComparisonRuns:
-        """Those in a folder."""
-        cells, about = ResultCache(out / "cells", log), dict(settings or {})
-        return cls(dataset, recipe, out, seed, torch.device(device), about, cells, cache_dir, head_lrs, {})
+        """Returns the runs whose cells are in the folder ``out``."""
+        cells, options = ResultCache(out / "cells", log), dict(settings or {})
+        return cls(dataset, recipe, out, seed, torch.device(device), options, cells, cache_dir, head_lrs, {})
 
     def seconds(self, models: Sequence[Contender], samples: Sequence[int], trial: int) -> float:
-        """How long the missing runs of a trial will take, by the median of the same runs of earlier trials."""
+        """Returns the time of the missing runs of a trial: the median time of the same runs of earlier trials."""
         total = 0.0
         for who, size in itertools.product(models, samples):
             if self.find(who, size, trial) is None:
@@ -97,18 +97,18 @@ class ComparisonRuns:
         plan: Callable[[Sequence[CellWork]], None],
     ) -> list[Run]:
         """Runs what is missing of the trials; ``plan`` gets all of their cells before the first one runs."""
-        wanted = [(who, size, trial) for trial in trials for size in samples for who in models]
-        missing = [each for each in wanted if self.find(*each) is None]
+        runs = [(who, size, trial) for trial in trials for size in samples for who in models]
+        missing = [run for run in runs if self.find(*run) is None]
         for who in models:  # features first: their time would spoil the estimate of the rest
-            if any(each[0] is who for each in missing):
+            if any(run[0] is who for run in missing):
                 self.images_of(who, progress.log)
         epochs = self.recipe.epochs
-        progress.begin(name, len(wanted) * epochs, (len(wanted) - len(missing)) * epochs)
-        work = [self.work(*each, keep=each[1:] == (samples[-1], 0)) for each in wanted]
+        progress.begin(name, len(runs) * epochs, (len(runs) - len(missing)) * epochs)
+        work = [self.work(*run, keep=run[1:] == (samples[-1], 0)) for run in runs]
         plan(work)
         results = run_cells(self.cells, work, progress)
         progress.end()
-        return [_run(*each, result.result) for each, result in zip(wanted, results, strict=True)]
+        return [_run(*run, result.result) for run, result in zip(runs, results, strict=True)]
 
     def find(self, contender: Contender, samples: int, trial: int) -> Run | None:
         """The run, if it is finished."""
@@ -127,9 +127,9 @@ class ComparisonRuns:
             images = self.images_of(contender, progress.log)
             progress.begin(name, self.recipe.epochs)
             # on features a run takes seconds, and files of a whole network as long
-            found = self._train(contender, samples, trial, folder if keep or not images.backbone else None, progress)
+            result = self._train(contender, samples, trial, folder if keep or not images.backbone else None, progress)
             progress.end()
-            return found
+            return result
 
         def remove() -> None:
             if not keep:
@@ -147,7 +147,7 @@ class ComparisonRuns:
             spec = contender.spec.with_seed(number)
             model = spec.build()
         try:
-            found = fit(
+            result = fit(
                 model,
                 self.images_of(contender, progress.log).subset(samples, number),
                 self.recipe_of(contender),
@@ -161,10 +161,10 @@ class ComparisonRuns:
             )
         except Diverged as error:
             raise Diverged(f"{_name(contender, samples, trial)}: {error}") from error
-        return _cell_result(found, samples, has_groups(self.dataset))
+        return _cell_result(result, samples, has_groups(self.dataset))
 
     def images_of(self, contender: Contender, log: Callable[[str], None]) -> ImageDataset:
-        """The images as a model takes them; features are computed where these stand for them."""
+        """Returns the dataset with the normalization of a model; features are computed where it trains on features."""
         if contender.model.name not in self.images:
             dataset = self.normalized(contender)
             model = self.backbone_of(contender, dataset)
@@ -182,7 +182,7 @@ class ComparisonRuns:
         return self.dataset.with_normalize(Normalize(config.mean, config.std))
 
     def backbone_of(self, contender: Contender, dataset: ImageDataset) -> nn.Module | None:
-        """The model, where its features stand for the images of a dataset; None where they do not."""
+        """Returns the model if it trains on its features in place of the images of a dataset; else None."""
         if self.recipe_of(contender).trainable != "head":
             return None
         with torch.random.fork_rng(devices=[]):
@@ -196,7 +196,7 @@ class ComparisonRuns:
         return head_recipe(self.recipe, contender.spec.arguments.get("head")) if self.head_lrs else self.recipe
 
     def _content(self, contender: Contender, samples: int, trial: int) -> dict[str, Any]:
-        """Everything the run depends on; of a file of weights, its digest."""
+        """The settings that the run depends on; of a file of weights, its digest."""
         model = contender.spec.to_json()
         model["arguments"].pop("weights", None)
         return {
@@ -216,19 +216,19 @@ def has_groups(dataset: ImageDataset) -> bool:
     return not torch.equal(dataset.test.clusters, dataset.test.labels)
 
 
-def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, Any]:
+def _cell_result(result: FitResult, samples: int, has_groups: bool) -> dict[str, Any]:
     curve = [
         {"images": epoch.number * samples, "accuracy": epoch.test_accuracy, "seconds": epoch.seconds}
-        for epoch in found.epochs
+        for epoch in result.epochs
         if epoch.test_accuracy is not None
     ]
-    groups = [None if math.isnan(each) else each for each in found.cluster_accuracy] if has_groups else []
+    groups = [None if math.isnan(accuracy) else accuracy for accuracy in result.cluster_accuracy] if has_groups else []
     return {
-        "accuracy": found.accuracy,
+        "accuracy": result.accuracy,
         "groups": groups,
         "curve": curve,
-        "stopped": found.stopped,
-        "seconds": found.seconds,
+        "stopped": result.stopped,
+        "seconds": result.seconds,
     }
 
 

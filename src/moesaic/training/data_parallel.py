@@ -1,4 +1,4 @@
-"""How processes share the steps of training: data parallelism, and fully sharded data parallelism (FSDP2).
+"""Training steps shared by processes: data parallelism, and fully sharded data parallelism (FSDP2).
 
 Every rank computes its part of every batch, and all together take the step of one process: the loss of a rank is its
 share of the loss of the whole batch, so that gradients are *summed*, whatever the sizes of the parts; norms, router
@@ -41,6 +41,7 @@ __all__ = [
     "check_parallel",
     "create_parallel",
     "full",
+    "is_sharded",
     "local",
     "shard_like",
 ]
@@ -49,18 +50,18 @@ ParallelName = Literal["ddp", "fsdp", "none"]
 
 
 class OneProcess:
-    """All samples of a batch, all weights: no other process takes part."""
+    """Training in one process, which has all weights and all samples of a batch."""
 
     ranks: Ranks | None = None
     loss_factor = 1.0
-    """Of the loss in the backward pass."""
+    """Factor of the loss in the backward pass."""
 
     def place(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to where it is trained."""
         model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
 
     def share(self, samples: int) -> slice:
-        """Returns the part of this process of so many samples."""
+        """Returns this process' part of so many samples."""
         return slice(0, samples)
 
     @contextmanager
@@ -85,7 +86,7 @@ class OneProcess:
         yield
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns whole tensors, for a file; nothing on processes that write none."""
+        """Returns whole tensors, for a file; of several ranks the first one gets them, others get none."""
         return dict(tensors)
 
     def load(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
@@ -121,10 +122,10 @@ class DataParallel(OneProcess):
 
     @contextmanager
     def part(self, samples: int, *, last: bool = True) -> Generator[None]:
-        own = self.share(samples)
+        share = self.share(samples)
         if last and self._reducer is not None:
             self._reducer.begin()
-        with self._job.batch.part(own.start, own.stop - own.start, samples):
+        with self._job.batch.part(share.start, share.stop - share.start, samples):
             yield
 
     def finish_gradients(self) -> None:
@@ -163,7 +164,7 @@ class ShardedDataParallel(DataParallel):
             parameter.data = parameter.data.contiguous()  # fully_shard takes no other memory format
         mesh = DeviceMesh.from_group(self._job.world, self._job.device.type)  # to which fully_shard moves the weights
         for block in _blocks(model):
-            block.register_forward_hook(_own_memory)
+            block.register_forward_hook(_clone_view)
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
         for name in ("forward_with_routing", "forward_head"):
@@ -175,7 +176,7 @@ class ShardedDataParallel(DataParallel):
     @contextmanager
     def part(self, samples: int, *, last: bool = True) -> Generator[None]:
         with super().part(samples, last=last), warnings.catch_warnings():
-            # of the whole network, whose outputs no layer changes in place; see _own_memory for its blocks
+            # no layer changes the outputs of the whole network in place; for those of its blocks see _clone_view
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             yield
 
@@ -201,12 +202,12 @@ class ShardedDataParallel(DataParallel):
                 module.reshard()
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             whole = full(tensor)  # all ranks take part in it
             if self._job.is_first:
-                found[name] = whole.cpu()
-        return found
+                gathered[name] = whole.cpu()
+        return gathered
 
     def load(self, model: nn.Module, state: Mapping[str, Tensor]) -> None:
         targets = cast("Mapping[str, Tensor]", model.state_dict())
@@ -238,7 +239,7 @@ def check_parallel(recipe: Recipe, parallel: ParallelName, ranks: int) -> None:
 
 @contextmanager
 def attached(model: nn.Module, parallel: OneProcess) -> Generator[nn.Module]:
-    """Yields the model that is trained in place of ``model``; in the end this one has its weights."""
+    """Yields the model that is trained in place of ``model``, which has its weights in the end."""
     if not isinstance(parallel, DataParallel):
         yield model
         return
@@ -248,8 +249,8 @@ def attached(model: nn.Module, parallel: OneProcess) -> Generator[nn.Module]:
         stack.enter_context(spread_batch(trained, parallel.job.batch))
         yield trained
         if trained is not model:  # not after an error, when other ranks may be elsewhere
-            for own, value in zip(tensors_of(model), tensors_of(trained), strict=True):
-                own.data.copy_(full(value))
+            for tensor, value in zip(tensors_of(model), tensors_of(trained), strict=True):
+                tensor.data.copy_(full(value))
             model.train(trained.training)
 
 
@@ -264,21 +265,22 @@ def create_parallel(name: ParallelName, device: torch.device) -> OneProcess:
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor that this rank has."""
-    return cast("Any", tensor).to_local() if _is_sharded(tensor) else tensor
+    return cast("Any", tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor; all ranks take part."""
-    return cast("Any", tensor).full_tensor() if _is_sharded(tensor) else tensor
+    return cast("Any", tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")  # a DTensor, without the half second that its import takes
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank has a part of the tensor."""
+    return hasattr(tensor, "full_tensor")  # a DTensor, whose import takes half a second
 
 
 def shard_like(like: Tensor, value: Tensor) -> Tensor:
     """Returns a whole tensor in the layout of another, of which this rank may have a part."""
-    if not _is_sharded(like):
+    if not is_sharded(like):
         return torch.empty_like(like, dtype=value.dtype).copy_(value)
     from torch.distributed.tensor import distribute_tensor
 
@@ -293,28 +295,28 @@ def assign(target: Tensor, value: Tensor) -> None:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded one by one: those in sequences that have parameters and parts.
+    """The modules that are sharded one by one: those in sequences that have parameters and submodules.
 
-    Nothing inside of a routed layer is: its experts need not run on every rank, and other modules read its weights.
+    Modules inside of a routed layer are not: experts need not run on every rank, and other modules read their weights.
     """
-    found: list[nn.Module] = []
+    blocks: list[nn.Module] = []
 
     def visit(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(child, RoutedLayer):
                 continue
-            holds = isinstance(child, nn.Sequential | nn.ModuleList)
+            is_sequence = isinstance(child, nn.Sequential | nn.ModuleList)
             in_sequence = isinstance(module, nn.Sequential | nn.ModuleList)
-            is_block = in_sequence and not holds and any(True for _ in child.children())
+            is_block = in_sequence and not is_sequence and any(True for _ in child.children())
             if is_block and any(True for _ in child.parameters()):
-                found.append(child)
+                blocks.append(child)
             else:
                 visit(child)
 
     visit(model)
-    return found
+    return blocks
 
 
-def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
-    """A layer that changes a view in place would cut the block off from the hooks of fully_shard."""
+def _clone_view(module: nn.Module, args: object, output: Any) -> Any:
+    """Clones views: a layer that changes one in place would cut the block off from the hooks of fully_shard."""
     return output.clone() if isinstance(output, Tensor) and cast("Any", output)._is_view() else output

@@ -45,7 +45,7 @@ SUFFIXES: dict[Format, str] = {
     "aoti": ".aoti.pt2",
     "safetensors": ".safetensors",
 }
-"""How the names of files end."""
+"""Suffixes of file names."""
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -77,7 +77,7 @@ class ServingModel(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Exported:
-    """What was written, and images to try it on; made by `export`."""
+    """An exported file, and images to test it on; returned by `export`."""
 
     path: Path
     format: Format
@@ -210,12 +210,12 @@ def _write_aoti(
             package_path=str(unfinished),
             inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
         )
-        found = aoti_load_package(str(unfinished))(example)
+        logits = aoti_load_package(str(unfinished))(example)
         # mixtures of networks compile under torch 2.13 without an error, and give other logits
-        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        if not torch.allclose(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
                 f"export: compiled by AOTInductor the network gives other logits, by up to "
-                f"{float((found - expected).abs().max()):.1e}; use format='pt2' or 'onnx'"
+                f"{float((logits - expected).abs().max()):.1e}; use format='pt2' or 'onnx'"
             )
 
 
@@ -281,7 +281,7 @@ def _json(content: object) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What lies at the bottom of it, in a line."""
+    """The first line of the error that caused the others."""
     while error.__cause__ is not None:
         error = error.__cause__
     return first_line(error).strip()

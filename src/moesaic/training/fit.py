@@ -178,8 +178,8 @@ def fit(
             torch.manual_seed(generator_seed(seed, "fit"))
             trained = stack.enter_context(attached(model, shared))
             stack.enter_context(freeze_layers(trained, recipe.trainable))
-            every = [*default_callbacks(trained, recipe, **options), *more]
-            obstacle = graph_obstacle(recipe, device, every, 1 if shared.ranks is None else shared.ranks.size)
+            all_callbacks = [*default_callbacks(trained, recipe, **options), *more]
+            obstacle = graph_obstacle(recipe, device, all_callbacks, 1 if shared.ranks is None else shared.ranks.size)
             trainer = Trainer(
                 trained,
                 _placed(dataset, device),
@@ -192,7 +192,7 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                every,
+                all_callbacks,
                 test_features,
                 shared,
                 _graphs(cuda_graph, device, obstacle, is_short(recipe, len(dataset.train)), progress),
@@ -212,14 +212,14 @@ def default_callbacks(
     """
     if isinstance(model, DeepMoE):
         return [GateCallback(model, teacher)]  # no alarm: closing channels for good is what is wanted
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     if not routed_layers(model):
-        return found
+        return callbacks
     if recipe.balance_weight:
-        found.append(BalanceLossCallback())
+        callbacks.append(BalanceLossCallback())
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
-        found += [CollapseCallback(), RoutingCallback()]
-    return found
+        callbacks += [CollapseCallback(), RoutingCallback()]
+    return callbacks
 
 
 def _load_complete(run_dir: RunDir, model: nn.Module, parallel: OneProcess) -> FitResult | None:
@@ -238,7 +238,7 @@ def _load_complete(run_dir: RunDir, model: nn.Module, parallel: OneProcess) -> F
 def _graphs(
     asked: bool | None, device: torch.device, obstacle: str, short: bool, progress: Progress
 ) -> DeviceGraphs | None:
-    """What records steps, unless they are to run eagerly; says so where a user may expect graphs."""
+    """Returns the graphs of steps, or None if they run eagerly; where a user may expect graphs, a message says why."""
     if asked is False or (asked is None and (device.type != "cuda" or short)):
         return None
     if obstacle:
@@ -288,7 +288,8 @@ def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
     """The dataset with its images on the device, where they leave memory enough for the network."""
     if device.type == "cuda":
         splits = (dataset.train, dataset.test)
-        size = sum(each.pixels.nbytes + (0 if each.features is None else each.features.nbytes) for each in splits)
+        tensors = [tensor for images in splits for tensor in (images.pixels, images.features)]
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if size > _IMAGE_MEMORY * torch.cuda.mem_get_info(device)[0]:
             return dataset
     return dataset.to(device)

@@ -11,10 +11,11 @@ from moesaic.files import as_json
 from moesaic.insight.routing_average import LayerRouting
 from moesaic.validated_json import decode
 
-__all__ = ["Diverged", "Epoch", "FitResult"]
+__all__ = ["Diverged", "Epoch", "FitResult", "check_metrics"]
 
 _OLD_KEYS = {"learning_rate": "lr", "gate_strength": "gate_l1"}
 """Names in the files of earlier versions."""
+_CHECKSUM = "sha256"
 
 
 class Diverged(ArithmeticError):
@@ -26,7 +27,7 @@ class Epoch:
     """The metrics of an epoch: a line of metrics.jsonl."""
 
     number: int
-    """From 1."""
+    """Number of the epoch, from 1."""
     loss: float
     """Mean training loss over the images of the epoch, each before its step."""
     train_accuracy: float
@@ -57,17 +58,17 @@ class Epoch:
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
         """Reads what ``to_json`` returned."""
         content = {_OLD_KEYS.get(name, name): value for name, value in content.items()}
-        own = {each.name for each in fields(cls)}
+        names = {field.name for field in fields(cls)}
         if not isinstance(content.get("routing"), dict):  # a metric of that name, before there was the field
-            own.remove("routing")
-        made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
-        made["alarms"] = tuple(content["alarms"])
-        made["metrics"] = {name: value for name, value in content.items() if name not in own}
-        made["routing"] = {
+            names.remove("routing")
+        values: dict[str, Any] = {name: value for name, value in content.items() if name in names}
+        values["alarms"] = tuple(content["alarms"])
+        values["metrics"] = {name: value for name, value in content.items() if name not in names}
+        values["routing"] = {
             name: decode(LayerRouting, value, f"the routing of {name!r}")
-            for name, value in made.get("routing", {}).items()
+            for name, value in values.get("routing", {}).items()
         }
-        return cls(**made)
+        return cls(**values)
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ class FitResult:
     images: int
     """Training images seen, with repetition."""
     stopped: str
-    """Why it ended: "all epochs" or "zero training error"."""
+    """Why training ended: "all epochs" or "zero training error"."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of callbacks for the trained model."""
 
     @property
     def cost(self) -> float | None:
-        """Of networks with channel gates: mean multiply-adds of a test image as a share of the network without gates.
+        """Mean multiply-adds of a test image as a share of the network without gates; None without channel gates.
 
         The embedding network and the gate heads count.
         """
@@ -113,10 +114,26 @@ class FitResult:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FitResult:
         """Reads what ``to_json`` returned."""
-        own = {each.name for each in fields(cls)}
-        made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
-        made["epochs"] = tuple(Epoch.from_json(each) for each in content["epochs"])
-        made["metrics"] = {name: value for name, value in content.items() if name not in {*own, "sha256"}}
+        names = {field.name for field in fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in content.items() if name in names}
+        values["epochs"] = tuple(Epoch.from_json(epoch) for epoch in content["epochs"])
+        values["metrics"] = {name: value for name, value in content.items() if name not in {*names, _CHECKSUM}}
         for name in ("class_accuracy", "cluster_accuracy"):
-            made[name] = tuple(math.nan if each is None else each for each in content[name])
-        return cls(**made)
+            values[name] = tuple(math.nan if value is None else value for value in content[name])
+        return cls(**values)
+
+
+def check_metrics(owner: str, metrics: Mapping[str, float], kind: type[Epoch | FitResult]) -> None:
+    """Refuses metrics of a callback under names that files have for something else.
+
+    >>> check_metrics("MyCallback", {"accuracy": 90.0}, FitResult)
+    Traceback (most recent call last):
+    ValueError: fit: the callback MyCallback returns a metric 'accuracy', a name that FitResult has itself; ...
+    """
+    reserved = {field.name for field in fields(kind)} | _OLD_KEYS.keys() | {_CHECKSUM}
+    name = next((name for name in metrics if name in reserved), None)
+    if name is not None:
+        raise ValueError(
+            f"fit: the callback {owner} returns a metric {name!r}, a name that {kind.__name__} has itself; choose "
+            "another name"
+        )

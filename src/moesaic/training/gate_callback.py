@@ -128,14 +128,14 @@ class GateCallback(Callback):
         embeddings, logits = self._embedded(trainer, dataset)
         with torch.no_grad(), trainer.full_weights():
             routing = {name: head(embeddings) for name, head in model.heads().items()}
-        found = {"cost": float(model.macs(routing).double().mean()) / model.dense_macs}
+        metrics = {"cost": float(model.macs(routing).double().mean()) / model.dense_macs}
         if not isinstance(model.embedding, ConstantEmbedding):
             correct = logits.argmax(1).cpu() == dataset.test.labels.cpu()
-            found["embedding_accuracy"] = 100 * float(correct.double().mean())
+            metrics["embedding_accuracy"] = 100 * float(correct.double().mean())
         if len(embeddings) > 1:
             dependence = gate_dependence(routing, dataset.test.labels.cpu(), dataset.num_classes)
-            found |= {"gates_differing": dependence.differing, "gate_entropy": dependence.entropy}
-        return found
+            metrics |= {"gates_differing": dependence.differing, "gate_entropy": dependence.entropy}
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         return self.gates.state_dict()

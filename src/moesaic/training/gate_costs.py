@@ -118,7 +118,7 @@ class _Scores:
         self._open = int((self._falling > 0).sum())
         self._min_open = len(scores_BE)  # one for each image
         self.most = len(self._falling) / max(self._open, 1)
-        """From this factor on, all gates are open."""
+        """The factor from which on all gates are open."""
 
     def shift(self, factor: float) -> float:
         """Returns the shift for ``factor`` times as many open gates; at least one per image on average."""
@@ -138,7 +138,7 @@ def layer_weights(model: DeepMoE, by: LayerWeights) -> list[float]:
     heads = model.heads()
     if by != "cost":
         blocks = [head.blocks if by == "gates" else 1 for head in heads.values()]
-        return [each * len(blocks) / sum(blocks) for each in blocks]
+        return [value * len(blocks) / sum(blocks) for value in blocks]
     layers = range(len(heads))
     patterns = {
         name: routing_of(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
@@ -146,7 +146,7 @@ def layer_weights(model: DeepMoE, by: LayerWeights) -> list[float]:
     }
     whole = all_open_cost(model)
     saved = cast("list[float]", (whole - model.macs(patterns).double() / model.dense_macs).tolist())
-    return [each * len(saved) / sum(saved) for each in saved]
+    return [value * len(saved) / sum(saved) for value in saved]
 
 
 def all_open_cost(model: DeepMoE) -> float:

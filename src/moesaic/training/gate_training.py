@@ -190,7 +190,7 @@ class GateTraining:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that a step changes."""
-        scores = {f"scores/{size}/{name}": each for size, of in self._scores.items() for name, each in of.items()}
+        scores = {f"scores/{size}/{name}": tensor for size, of in self._scores.items() for name, tensor in of.items()}
         return {"recent": self._recent, "epoch": self._epoch, **scores}
 
     def teacher_logits(self, x: Tensor) -> Tensor | None:
@@ -201,9 +201,9 @@ class GateTraining:
         """Returns what is added to the cross-entropy of the network's logits; ``of_teacher`` are the teacher's."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight and not isinstance(self._model.embedding, ConstantEmbedding):
-            own_logits = float_logits(output.embedding_logits)
-            own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
-            total = total + self.recipe.embedding_weight * own.sum()
+            logits = float_logits(output.embedding_logits)
+            loss = F.cross_entropy(logits, labels, label_smoothing=self._smoothing) if len(labels) else logits.sum()
+            total = total + self.recipe.embedding_weight * loss
         if self.joint and self._penalised:
             mean_L = gate_l1_of_layers(list(output.routing.values()))
             total = total + self._pressure * (self._penalty_L * mean_L).sum()
@@ -235,21 +235,21 @@ class GateTraining:
         if not self.observing:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
-        open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
+        open_LB = torch.stack([layer_routing.mask[:, 0].float().mean(1) for layer_routing in routing.values()])
         mean_L = gate_l1_of_layers(list(routing.values()))
         images = len(cost_B)
         counts = torch.full((1,), images, dtype=open_LB.dtype, device=open_LB.device)
-        seen = torch.cat([counts, cost_B.sum()[None], open_LB.sum(1), mean_L * images, (open_LB == 0).sum(1)])
+        sums = torch.cat([counts, cost_B.sum()[None], open_LB.sum(1), mean_L * images, (open_LB == 0).sum(1)])
         latest = self._scores.setdefault(images, {})
-        for name, each in routing.items():
-            scores = each.scores[:, 0]
+        for name, layer_routing in routing.items():
+            scores = layer_routing.scores[:, 0]
             if name not in latest:
                 latest[name] = torch.empty_like(scores)
             latest[name].copy_(scores)
         if self._batch is not None:
-            seen = self._batch.sum(seen)
-        self._recent += seen
-        self._epoch += seen
+            sums = self._batch.sum(sums)
+        self._recent += sums
+        self._epoch += sums
 
     # for the training loop
 
@@ -331,7 +331,7 @@ class GateTraining:
         return cost, sum(share * each for share, each in zip(open_L, blocks, strict=True)) / sum(blocks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on: tensors, and values that JSON can represent."""
+        """Returns the state that the next step depends on: tensors, and values that JSON can represent."""
         return {
             "recent": self._recent[1:],
             "epoch": self._epoch[1:],
@@ -359,15 +359,15 @@ class GateTraining:
     def _adapt(self, cost: float, goal: float, closed: bool, all_scores: Mapping[str, Tensor]) -> None:
         """Raise λ where the cost is above its goal, lower it where it is below; shift biases where it is far off."""
         error, start = math.log(cost / goal), self.recipe.l1_weight
-        least, most = start / _L1_WEIGHT_RANGE, start * _L1_WEIGHT_RANGE
-        self.l1_weight = min(max(self.l1_weight * math.exp(_CONTROLLER_GAIN * error), least), most)
+        lowest, highest = start / _L1_WEIGHT_RANGE, start * _L1_WEIGHT_RANGE
+        self.l1_weight = min(max(self.l1_weight * math.exp(_CONTROLLER_GAIN * error), lowest), highest)
         if self._can_shift and (abs(error) > _COST_TOLERANCE or closed):
             with torch.no_grad():
                 if self._batch is not None:
                     all_scores = {name: self._batch.gather(scores) for name, scores in all_scores.items()}
                 patterns = {name: routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
-                now = mean_cost(self._model, patterns)
-                shift_biases(self._model, all_scores, now * math.exp(-_COST_CORRECTION * error), _BISECTIONS)
+                current = mean_cost(self._model, patterns)
+                shift_biases(self._model, all_scores, current * math.exp(-_COST_CORRECTION * error), _BISECTIONS)
 
     def _relax_penalty(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
         """Relax the penalty of layers that are nearly closed, or whose gates have shrunk; returns new warnings.
@@ -389,7 +389,7 @@ class GateTraining:
 
     def _set_penalty(self, relief: Sequence[float]) -> None:
         self._penalty_factors = list(relief)
-        pressure = [weight * each for weight, each in zip(self._weights, relief, strict=True)]
+        pressure = [weight * factor for weight, factor in zip(self._weights, relief, strict=True)]
         self._penalty_L.copy_(torch.tensor(pressure))
 
     def _means(self, sums: Tensor) -> tuple[float, list[float], list[float], list[float]] | None:

@@ -1,8 +1,8 @@
-"""Layers that compute for a batch that is spread over ranks: BatchNorm, norms of experts, noisy routers and dropout.
+"""Layers for batches that are spread over ranks: BatchNorm, norms of experts, noisy routers and dropout.
 
-A module changes its class for a subclass whose ``forward`` knows the other ranks, as ``fully_shard`` does it: the
-module itself, its parameters, buffers, hooks and names in the state dict stay. Layers of moesaic have an attribute
-``global_batch`` and stay what they are.
+The class of a module is replaced by a subclass whose ``forward`` exchanges statistics, as ``fully_shard`` replaces it:
+parameters, buffers, hooks and names in the state dict stay. Layers of moesaic have an attribute ``global_batch`` in
+place of a subclass.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _MULTIPLIES = ("DropPath", "StochasticDepth")
 @contextmanager
 def spread_batch(model: nn.Module, batch: GlobalBatch) -> Generator[None]:
     """Inside, layers of the model compute for the whole batch: norms, routers, dropout."""
+    before = [(module, type(module), vars(module).get("global_batch")) for module in model.modules()]
     _bind(model, batch, random=True)
     try:
         yield
     finally:
-        for module in model.modules():
-            if "global_batch" in vars(module):
-                del module.global_batch
-            plain = getattr(type(module), "_plain_class", None)
-            if plain is not None:
-                module.__class__ = plain
+        for module, kind, previous in before:
+            if type(module) is not kind:
+                module.__class__ = kind
+            vars(module).pop("global_batch", None)
+            if previous is not None:  # of sync_batch_norm
+                cast("Any", module).global_batch = previous
 
 
 def sync_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
     """Makes norms of a model use the statistics of the batch on all ranks of a process group; returns the model.
 
-    It is for training loops of your own, before the model is wrapped in DistributedDataParallel or sharded; `fit` does
-    it by itself. Unlike ``nn.SyncBatchNorm.convert_sync_batchnorm`` it runs on every device, counts unequal parts by
+    Call it in training loops of your own, before the model is wrapped in DistributedDataParallel or sharded; `fit` does
+    not need it. Unlike ``nn.SyncBatchNorm.convert_sync_batchnorm`` it runs on every device, weights unequal parts by
     their samples, and includes the norms of experts and of gated channels. Names in the state dict stay as they are.
 
     Args:
@@ -78,7 +79,7 @@ _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _global_class(plain: type[nn.Module], forward: Callable[[Any, Tensor], Tensor]) -> type[nn.Module]:
-    """A subclass for modules whose parameters, buffers, hooks and names stay: only ``forward`` differs."""
+    """Returns a subclass with another ``forward``."""
     if hasattr(plain, "_plain_class"):
         return plain
     known = any(plain.forward is layer.forward for layer in (*_NORMS, *_DROPOUTS))

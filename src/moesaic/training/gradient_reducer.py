@@ -15,7 +15,7 @@ from moesaic.training.ranks import Ranks
 __all__ = ["GradientReducer"]
 
 _BUCKET_BYTES = 25 * 1024**2
-"""Gradients that are summed together, as in DistributedDataParallel."""
+"""Size of a bucket, at most, as in DistributedDataParallel."""
 
 _dist: Any = torch.distributed  # torch types it in part
 
@@ -35,15 +35,15 @@ class _Bucket:
 
     def send(self, group: Any) -> None:
         gradients = [_gradient(parameter) for parameter in self.parameters]
-        self.values = torch.cat([each.detach().contiguous().view(-1) for each in gradients])
+        self.values = torch.cat([gradient.detach().contiguous().view(-1) for gradient in gradients])
         self.work = _dist.all_reduce(self.values, group=group, async_op=True)
 
-    def receive(self, exists: Iterable[bool]) -> None:
+    def receive(self, has_gradient: Iterable[bool]) -> None:
         assert self.values is not None
         self.work.wait()
         parts = split(self.values, [parameter.numel() for parameter in self.parameters])
-        for parameter, part, is_there in zip(self.parameters, parts, exists, strict=True):
-            if not is_there:
+        for parameter, part, has_one in zip(self.parameters, parts, has_gradient, strict=True):
+            if not has_one:
                 parameter.grad = None
                 continue
             if parameter.grad is None:
@@ -57,7 +57,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 class GradientReducer:
-    """Sums gradients over ranks, bucket by bucket, each as soon as the backward pass has filled it.
+    """Sums the gradients of parameters over ranks, in buckets that are sent as the backward pass fills them.
 
     Buckets are sent in one order on all ranks; those with a gradient that this rank does not have wait for the end of
     the backward pass.
@@ -65,7 +65,8 @@ class GradientReducer:
 
     def __init__(self, parameters: list[nn.Parameter], ranks: Ranks) -> None:
         self._ranks = ranks
-        self._parameters = list(reversed(parameters))  # the order in which gradients are computed, more or less
+        # hooks need parameters that require gradients; reversed: about the order in which gradients are computed
+        self._parameters = [parameter for parameter in reversed(parameters) if parameter.requires_grad]
         self._trained: tuple[bool, ...] = ()
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, _Bucket] = {}
@@ -82,11 +83,11 @@ class GradientReducer:
         self._hooks.close()
 
     def begin(self) -> None:
-        """The backward pass that comes now is the last of the step."""
+        """Called before the last backward pass of a step, in which gradients are summed."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         if trained != self._trained:
             self._trained, self._buckets = trained, _make_buckets(self._parameters)
-            self._bucket_of = {id(each): bucket for bucket in self._buckets for each in bucket.parameters}
+            self._bucket_of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         for bucket in self._buckets:
             bucket.begin()
         self._sent, self._active = 0, True
@@ -101,14 +102,12 @@ class GradientReducer:
     def finish(self) -> None:
         """Wait for the sums, and make them the gradients."""
         self._active = False
-        own = torch.tensor([each.grad is not None for bucket in self._buckets for each in bucket.parameters])
+        has_gradient = [parameter.grad is not None for bucket in self._buckets for parameter in bucket.parameters]
         while self._sent < len(self._buckets):
             self._send_next()
-        values = own.to(torch.uint8)
-        _dist.all_reduce(values, _dist.ReduceOp.MAX, group=self._ranks.decisions)
-        exists = iter(cast("list[bool]", values.bool().tolist()))
+        flags = iter(self._ranks.any(*has_gradient))
         for bucket in self._buckets:
-            bucket.receive([next(exists) for _ in bucket.parameters])
+            bucket.receive([next(flags) for _ in bucket.parameters])
 
     def _send_next(self) -> None:
         self._buckets[self._sent].send(self._ranks.gradients)

@@ -1,4 +1,4 @@
-"""When to stop adding trials: a sequential test of the paired differences of two models.
+"""A sequential test of the paired differences of two models, which decides when to stop adding trials.
 
 After each trial from `FIRST_LOOK` to `LAST_LOOK` the mean of the differences gets Student's interval at the confidence
 1 − `LOOK_ERROR`. Pocock's boundary: one nominal error for all looks, so small that the probability that any of them

@@ -26,16 +26,16 @@ _ALARM_MESSAGE = re.compile(r"CollapseAlarm: (?:layer '(?P<name>.*?)'|the layer)
 
 def migrate_config(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of a config.json under the present names."""
-    made = {_CONFIG_KEYS.get(name, name): value for name, value in content.items()}
-    data: dict[str, Any] = dict(made.get("data", {}))
+    config = {_CONFIG_KEYS.get(name, name): value for name, value in content.items()}
+    data: dict[str, Any] = dict(config.get("data", {}))
     for old, new in _TRANSFORMS.items():
         if old in data:
             description = str(data.pop(old)).replace("Augmented(scale=", "RandomFlipCrop(normalize=")
             data[new] = description.replace("Scale(", "Normalize(")
-    recipe = made.get("recipe")
+    recipe = config.get("recipe")
     with suppress(KeyError, TypeError, ValueError):  # a recipe that is no recipe is compared as it stands
         recipe = Recipe.from_json(cast("dict[str, Any]", recipe)).to_json()
-    return {**made, "data": data, "recipe": recipe}
+    return {**config, "data": data, "recipe": recipe}
 
 
 def migrate_state(
@@ -46,13 +46,13 @@ def migrate_state(
         return dict(tensors), dict(content)
     renamed = {_renamed(name): tensor for name, tensor in tensors.items()}
     renamed["correct"] = renamed.pop("right")
-    made = dict(content)
-    train_step = dict(made.pop("learner"))
+    state = dict(content)
+    train_step = dict(state.pop("learner"))
     gates = train_step.pop("gates", None)
     callbacks: dict[str, Any] = {"CollapseCallback": {"reported": _reported(content)}}
     if gates is not None:
         callbacks["GateCallback"] = {_GATE_KEYS.get(name, name): value for name, value in gates.items()}
-    return renamed, {**made, "train_step": train_step, "callbacks": callbacks}
+    return renamed, {**state, "train_step": train_step, "callbacks": callbacks}
 
 
 def _renamed(name: str) -> str:
@@ -65,5 +65,5 @@ def _renamed(name: str) -> str:
 def _reported(content: Mapping[str, Any]) -> list[str]:
     """Layers that the collapse alarm has reported: earlier versions wrote its messages only."""
     messages = [*content["alarms"], *(text for epoch in content["epochs"] for text in epoch["alarms"])]
-    found = (_ALARM_MESSAGE.match(message) for message in messages)
-    return [match["name"] or "" for match in found if match]
+    matches = (_ALARM_MESSAGE.match(message) for message in messages)
+    return [match["name"] or "" for match in matches if match]

@@ -58,7 +58,7 @@ def spec_for_dataset(requested: ModelSpec | str, dataset: ImageDataset) -> tuple
 
 
 def head_note(requested: ModelSpec, spec: ModelSpec) -> str | None:
-    """What to tell a user whose routed head selects fewer positions than by default; None if it does not."""
+    """Returns a message for users whose routed head selects fewer positions than by default; None if it does not."""
     option = "patches_per_expert"
     if option in requested.arguments or "head" not in spec.arguments or option not in spec.arguments:
         return None

@@ -153,8 +153,8 @@ class NormalizedGD(Optimizer):
             directions = self._with_momentum(params, directions, group, together)
         lr: float | Tensor = group["lr"]
         if isinstance(lr, Tensor):  # a graph replays the step, with the rate that the tensor then has
-            directions = _torch._foreach_mul(directions, lr) if together else [each * lr for each in directions]
-            _add(params, directions, -1, together)
+            steps = _torch._foreach_mul(directions, lr) if together else [direction * lr for direction in directions]
+            _add(params, steps, -1, together)
         else:
             _add(params, directions, -lr, together)
 

@@ -71,11 +71,11 @@ class Work:
     level: float
     samples: int
     efforts: tuple[Effort, Effort]
-    """Of the baseline and of the model."""
+    """Effort of the baseline and of the model."""
     flops: Estimate
-    """The model's over the baseline's."""
+    """Ratio of the model's to the baseline's."""
     seconds: Estimate
-    """Likewise."""
+    """Ratio of the model's to the baseline's."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _lead(comparison: Comparison, values: Array, counts: int = 1) -> Estimate:
 
 
 def _quantum(comparison: Comparison) -> float:
-    """How far one test image of one run changes the mean difference of a trial, in points."""
+    """The change of the mean difference of a trial by one test image of one run, in points."""
     return 100 / comparison.tested / len(comparison.samples)
 
 
@@ -211,7 +211,7 @@ def _saving(
 
 
 def _open_saving(model: str, baseline: str, share: Estimate) -> str:
-    """What an interval of labels saved with 0 in it says."""
+    """Describes an interval of labels saved that contains 0."""
     fewer, more = f"{share.high:.0f} %", f"{-share.low:.0f} %" if math.isfinite(share.low) else ""
     if share.low >= -100:
         return f"{model} may need anything from {fewer} fewer to {more} more labels than {baseline}"
@@ -223,7 +223,10 @@ def _open_saving(model: str, baseline: str, share: Estimate) -> str:
 
 
 def _dominant(comparison: Comparison, saver: str, ours: Curve, other: str, theirs: Curve) -> Saving | None:
-    """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
+    """The saving of a model that is ahead with the fewest labels of the other with the most; None if it is not.
+
+    A level that the other reaches would give too small a saving.
+    """
     fewest, most = comparison.samples[0], comparison.samples[-1]
     start = mean(ours[1][0])
     if (
@@ -244,7 +247,7 @@ def _common_level(*curves: Curve) -> float:
 
 
 def _work(comparison: Comparison, baseline: str, model: str, saving: Saving | None) -> tuple[Work | None, str]:
-    """What both take with the most labels; to the saving's level, or to a lower one that every run gets to."""
+    """The work of both with the most labels, to the level of the saving or a lower one that every run reaches."""
     most = comparison.samples[-1]
     trials = min(comparison.trials_of(baseline), comparison.trials_of(model))
     pairs = [(name, comparison.runs_of(name, most)[:trials]) for name in (baseline, model)]
@@ -264,14 +267,14 @@ def _effort(comparison: Comparison, run: Run, level: float) -> tuple[float, floa
 
 
 def _amount(values: Array) -> Estimate:
-    found = mean(values)
-    return Estimate(found.value, max(found.low, 0.0), found.high)
+    estimate = mean(values)
+    return Estimate(estimate.value, max(estimate.low, 0.0), estimate.high)
 
 
 def _ratio(ours: Array, theirs: Array) -> Estimate:
     """The geometric mean of the ratios of trials: their logarithms have Student's interval, however few they are."""
-    found = mean(np.log(ours / theirs))
-    return Estimate(math.exp(found.value), math.exp(found.low), math.exp(min(found.high, 700.0)))
+    log_ratio = mean(np.log(ours / theirs))
+    return Estimate(math.exp(log_ratio.value), math.exp(log_ratio.low), math.exp(min(log_ratio.high, 700.0)))
 
 
 def _curve(comparison: Comparison, model: str) -> Curve:

@@ -85,9 +85,9 @@ def predict(
     """
     check_positive("predict", batch_size=batch_size)
     several = isinstance(images, list | tuple) or (isinstance(images, Tensor) and images.ndim == 4)
-    each: Sequence[InputImage] = list(cast("Sequence[InputImage]", images)) if several else [cast("InputImage", images)]
+    inputs = list(cast("Sequence[InputImage]", images)) if several else [cast("InputImage", images)]
     predictor = Predictor(model)
-    batches = (each[start : start + batch_size] for start in range(0, len(each), batch_size))
+    batches = (inputs[start : start + batch_size] for start in range(0, len(inputs), batch_size))
     return tuple(found for batch in batches for found in predictor(model.transform(batch)))
 
 
@@ -124,7 +124,7 @@ class Predictor:
         selected = {name: _selected(each) for name, each in patches.items()}
         costs = cast("list[int]", macs.tolist())
         return [
-            Prediction(tuple(probabilities[b]), costs[b], {name: own[b] for name, own in selected.items()})
+            Prediction(tuple(probabilities[b]), costs[b], {name: patches[b] for name, patches in selected.items()})
             for b in range(len(x))
         ]
 
@@ -138,11 +138,11 @@ class Predictor:
 
     def _count(self) -> None:
         """Counts multiply-adds, and those per unit and expert of layers whose routers may drop units."""
-        with self._recorded() as found:
+        with self._recorded() as recorded:
             cost = count_macs(self._model, self._model.metadata.input_shape)
         self._cost = cost.macs
         dense = {layer.name: layer.dense_macs for layer in cost.layers}
-        for name, routing in found.items():
+        for name, routing in recorded.items():
             if routing.may_drop and routing.index is not None and name in dense:
                 # without the padding of the map
                 units = math.prod(routing.filled) + routing.prefix if routing.filled else routing.units

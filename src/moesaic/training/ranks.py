@@ -1,7 +1,7 @@
-"""The ranks of a job that ``torchrun`` has started: who they are, and what they decide together.
+"""The ranks of a job that ``torchrun`` has started, and the decisions that they take together.
 
-Ranks talk over three groups: of norms and losses, of gradients, which may come in another order relative to those, and
-of decisions on the CPU, for which no GPU has to be waited for.
+There are three process groups: one for norms and losses; one for gradients, whose order relative to norms and losses
+may differ between ranks; and one on the CPU for decisions, which wait for no GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["RankError", "Ranks", "join_job", "local_device", "one_per_machine_fi
 T = TypeVar("T")
 
 _DECISION_TIMEOUT = timedelta(hours=12)
-"""How long ranks wait for a decision of the first, which may have a dataset to decode."""
+"""Timeout of decisions: the first rank may have a dataset to decode."""
 
 _WAIT_FOR_AGENT = 60.0
 """Seconds in which the store of a torchrun on this machine must answer: it was there before its ranks."""
@@ -65,9 +65,9 @@ class Ranks:
 
         Parts differ by one sample at most; with fewer samples than ranks, some are empty.
         """
-        least, over = divmod(samples, self.size)
-        first = self.rank * least + min(self.rank, over)
-        return slice(first, first + least + (self.rank < over))
+        base, extra = divmod(samples, self.size)
+        first = self.rank * base + min(self.rank, extra)
+        return slice(first, first + base + (self.rank < extra))
 
     def any(self, *flags: bool) -> tuple[bool, ...]:
         """Returns, for each flag, whether it is set on any rank."""
@@ -106,13 +106,14 @@ class Ranks:
 
     def tensors_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the CPU tensors that the first rank has."""
-        described = {name: (str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()}
-        found: dict[str, Tensor] = {}
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        described = {name: (dtypes[name], list(tensor.shape)) for name, tensor in tensors.items()}
+        received: dict[str, Tensor] = {}
         for name, (dtype, shape) in self.from_first(described).items():
             tensor = tensors[name].contiguous() if self.is_first else torch.empty(shape, dtype=getattr(torch, dtype))
             _dist.broadcast(tensor.view(-1).view(torch.uint8), 0, group=self.decisions)
-            found[name] = tensor
-        return found
+            received[name] = tensor
+        return received
 
     def copy_first(self, model: nn.Module) -> None:
         """Give the model of every rank the weights and buffers of the first."""
@@ -123,26 +124,30 @@ class Ranks:
 
     def check_same(self, settings: Mapping[str, Any]) -> None:
         """Refuse ranks that were called with other settings than the first."""
-        own = json.loads(json.dumps(settings))
-        first = self.from_first(own)
-        other = next((name for name in {**own, **first} if own.get(name) != first.get(name)), None)
-        if self.any(other is not None)[0]:
-            differ = f"{other}={own.get(str(other))!r} here and {first.get(str(other))!r} on rank 0" if other else ""
+        settings = json.loads(json.dumps(settings))
+        first = self.from_first(settings)
+        different = [name for name in {**settings, **first} if settings.get(name) != first.get(name)]
+        if self.any(bool(different))[0]:
+            where = "another rank says which"
+            if different:
+                name = different[0]
+                where = f"{name}={settings.get(name)!r} here and {first.get(name)!r} on rank 0"
             raise ValueError(
-                f"fit: ranks have different settings ({differ or 'another rank says which'}); call fit with the same "
-                "arguments on every rank"
+                f"fit: ranks have different settings ({where}); call fit with the same arguments on every rank"
             )
 
 
-class _Joined:
+class _Job:
+    """The job of this process, once it has joined it."""
+
     ranks: Ranks | None = None
 
 
 def join_job(device: torch.device | str) -> Ranks | None:
     """Returns the ranks of the job that this process belongs to, or None if it is on its own.
 
-    A job is what ``torchrun`` starts, or whoever calls ``torch.distributed.init_process_group``. The process group is
-    made here unless there is one.
+    A job is started by ``torchrun``, or by a call of ``torch.distributed.init_process_group``. The process group is
+    initialized here unless there is one.
     """
     if not _dist.is_available():
         return None
@@ -154,21 +159,21 @@ def join_job(device: torch.device | str) -> Ranks | None:
         torchrun_env.signal_when_agent_dies(signal.SIGKILL)  # no handler runs while a rank waits for the others
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_own_keys())
+            _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_store_of_restart())
         else:
-            _dist.init_process_group("gloo", **_own_keys())
+            _dist.init_process_group("gloo", **_store_of_restart())
         torchrun_env.signal_when_agent_dies(signal.SIGTERM)  # with which training saves its state
     if _dist.get_world_size() == 1:
         return None
-    if _Joined.ranks is None or _Joined.ranks.world is not _dist.group.WORLD:
-        _Joined.ranks = Ranks(device)
-    return _Joined.ranks
+    if _Job.ranks is None or _Job.ranks.world is not _dist.group.WORLD:
+        _Job.ranks = Ranks(device)
+    return _Job.ranks
 
 
-def _own_keys() -> dict[str, Any]:
-    """Returns the store of a job that torchrun may have restarted.
+def _store_of_restart() -> dict[str, Any]:
+    """Returns arguments of ``init_process_group``: a store for this restart of a job on one machine; else none.
 
-    torchrun keeps one store for all restarts, in which ranks would find the addresses of processes that are dead. The
+    torchrun has one store for all restarts, in which ranks would find the addresses of processes that are dead. The
     number of restarts is the same for all ranks of one machine; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
     torchrun use another store each time.
     """
@@ -181,7 +186,7 @@ def _own_keys() -> dict[str, Any]:
 
 
 def _check_agent() -> None:
-    """Refuses to wait for a torchrun that died before this rank could ask for a signal at its death."""
+    """Raises an error if torchrun died before this rank asked for a signal at its death."""
     try:
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         socket.create_connection(address, timeout=_WAIT_FOR_AGENT).close()

@@ -72,8 +72,8 @@ class Recipe:
     epochs: int
     """Passes over the training images."""
     batch_size: int = 128
-    """Samples per step, at most: the images of an epoch are shared out evenly over as few batches as hold them, so
-    that no batch is much smaller than the others, which BatchNorm would not bear."""
+    """Samples per step, at most: the images of an epoch are divided evenly among as few batches as possible, for a last
+    batch of a few images would have poor BatchNorm statistics."""
     optimizer: OptimizerName = "adamw"
     """``"normalized_gd"`` takes steps of equal length for each expert (`NormalizedGD`), and SGD steps for all other
     weights; a network without experts counts as one expert."""
@@ -239,11 +239,11 @@ class Recipe:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
         """Reads what ``to_json`` or ``cell_spec`` returned, of this version or an earlier one."""
-        made = rename_old_keys(content)
-        made["milestones"] = tuple(made["milestones"])
-        if "gates" in made:
-            made["gates"] = GateRecipe.from_json(made["gates"])
-        return cls(**made)
+        fields = rename_old_keys(content)
+        fields["milestones"] = tuple(fields["milestones"])
+        if "gates" in fields:
+            fields["gates"] = GateRecipe.from_json(fields["gates"])
+        return cls(**fields)
 
     def cell_spec(self) -> dict[str, Any]:
         """Returns the recipe as the specification of a cell has it.
@@ -264,6 +264,6 @@ def rename_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _even_parts(samples: int, parts: int) -> list[int]:
-    """``samples`` shared out over ``parts`` as evenly as whole numbers allow."""
-    least, over = divmod(samples, parts)
-    return [least + (part < over) for part in range(parts)]
+    """Divides ``samples`` into ``parts`` that differ by one at most."""
+    base, extra = divmod(samples, parts)
+    return [base + (part < extra) for part in range(parts)]

@@ -36,7 +36,7 @@ class CachedResult:
 
     result: dict[str, Any]
     seconds: float
-    """How long the work took when it was done."""
+    """Seconds that the work took."""
 
 
 class ResultCache:
@@ -56,7 +56,7 @@ class ResultCache:
     ) -> None:
         self.folder = folder
         self.leases = Leases(folder) if leases is None else leases
-        """Those of the cells that workers are at work on, by `cell_digest`."""
+        """Leases of the cells that workers are running, by `cell_digest`."""
         self._log = log
 
     def path(self, name: str, spec: Mapping[str, Any]) -> Path:
@@ -74,7 +74,7 @@ class ResultCache:
         return None
 
     def digests(self) -> set[str]:
-        """Returns the digests of the cells that are there, whole or not, by one look at the folder."""
+        """Returns the digests of all files of cells, damaged ones included, from one listing of the folder."""
         try:
             names = os.listdir(self.folder)
         except FileNotFoundError:
@@ -137,10 +137,10 @@ def read_cell(path: Path) -> StoredCell:
 
 def parse_cell(content: bytes, where: str) -> StoredCell:
     """Returns the cell that a file of this content has; raises `InvalidFile` where that is damaged."""
-    found = parse_json(content, where, advice="the cell is done again")
-    if not isinstance(found, dict) or "digest" not in found:
+    parsed = parse_json(content, where, advice="the cell is done again")
+    if not isinstance(parsed, dict) or "digest" not in parsed:
         raise InvalidFile("not a cell")
-    written, whole = check_json_digest(cast("dict[str, Any]", found), "digest")
+    written, whole = check_json_digest(cast("dict[str, Any]", parsed), "digest")
     if not whole:
         raise InvalidFile("its content does not match its digest")
     return cast("StoredCell", decode(StoredCell, written, "cell"))
@@ -149,7 +149,7 @@ def parse_cell(content: bytes, where: str) -> StoredCell:
 def _read(path: Path, spec: Mapping[str, Any]) -> CachedResult:
     try:
         cell = read_cell(path)
-    except FileNotFoundError as gone:  # set aside by another worker this moment
+    except FileNotFoundError as gone:  # another worker has just set it aside
         raise InvalidFile("it is not there any more") from gone
     if json_digest(cell.spec) != json_digest(spec):
         raise InvalidFile("it belongs to another specification")

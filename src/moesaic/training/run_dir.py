@@ -43,11 +43,11 @@ T = TypeVar("T")
 _MAY_DIFFER = ("versions", "device", "threads", "ranks", "data.name", "model.arguments.weights")
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
-"""Differences that an error lists."""
+"""Differences that an error lists, at most."""
 
 
 class FolderInUse(CheckpointError):
-    """Another process is at work in the folder of a run."""
+    """Another process uses the folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RunDir:
         self.result = folder / "result.json"
         self.metrics = folder / "metrics.jsonl"
         self.other_threads: int | None = None
-        """The number of CPU threads that the run began with, if it is another one now: sums are rounded differently."""
+        """The number of CPU threads that the run began with, if another one: sums are then rounded differently."""
         self._lock: int | None = None
         self._ranks = ranks
         self.writes = ranks is None or ranks.is_first
@@ -134,23 +134,23 @@ class RunDir:
 
     def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Rewrite metrics.jsonl with the lines of a checkpoint, without those of epochs that were lost."""
-        self._guarded(self.metrics, lambda: write_atomic(self.metrics, "".join(map(_line, lines)).encode()))
+        self._write(self.metrics, lambda: write_atomic(self.metrics, "".join(map(_line, lines)).encode()))
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
 
-        def add() -> None:
+        def append() -> None:
             with open_append(self.metrics) as file:
                 file.write(_line(line).encode())
 
-        self._guarded(self.metrics, add)
+        self._write(self.metrics, append)
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """The run is complete."""
+        """Write the result of a complete run, and remove the state of training in progress."""
         if not self.writes:
             return
         content: dict[str, Any] = json.loads(json.dumps(as_json(result)))  # as it will be read
-        self._guarded(self.result, lambda: write_json(self.result, add_json_digest(content)))
+        self._write(self.result, lambda: write_json(self.result, add_json_digest(content)))
         self.state.unlink(missing_ok=True)
 
     def _make(self, config: Mapping[str, Any]) -> None:
@@ -165,9 +165,9 @@ class RunDir:
         path = self.folder / "config.json"
         if path.exists():
             with refused_as(f"fit: {path} is not what a run writes", CheckpointError):
-                before = migrate_config(_read(path))
-            _check_same(self.folder, before, json.loads(json.dumps(config)))
-            threads = before.get("threads")
+                stored = migrate_config(_read(path))
+            _check_same(self.folder, stored, json.loads(json.dumps(config)))
+            threads = stored.get("threads")
             if isinstance(threads, int) and config.get("threads") not in (None, threads):
                 self.other_threads = threads
         else:
@@ -177,12 +177,12 @@ class RunDir:
                         f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
                         "remove it"
                     )
-            self._guarded(path, lambda: write_json(path, add_json_digest(config)))
+            self._write(path, lambda: write_json(path, add_json_digest(config)))
 
     def _first(self, work: Callable[[], T]) -> T | None:
         return work() if self._ranks is None else self._ranks.run_first(work)
 
-    def _guarded(self, path: Path, write: Callable[[], None]) -> None:
+    def _write(self, path: Path, write: Callable[[], None]) -> None:
         if not self.writes:
             return
         try:
@@ -226,9 +226,9 @@ def describe_run(
 ) -> dict[str, Any]:
     """Returns all settings that a run depends on, and the versions and device it began with."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    made: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
+    description: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
     return {
-        "model": made if spec is None else spec.to_json(),
+        "model": description if spec is None else spec.to_json(),
         "data": {
             "name": dataset.name,
             "digest": dataset.digest or f"{dataset.train.fingerprint()} {dataset.test.fingerprint()}",
@@ -254,25 +254,24 @@ def _described(transform: object) -> str:
     return getattr(transform, "__qualname__", type(transform).__name__)
 
 
-def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    was, is_now = _flat(before), _flat(now)
+def _check_same(folder: Path, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    old, new = _flat(stored), _flat(config)
     parts = tuple(f"{part}." for part in _MAY_DIFFER)
-    names = [name for name in dict.fromkeys([*was, *is_now]) if not f"{name}.".startswith(parts)]
-    faults = [
-        f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
-        for name in names
-        if was.get(name) != is_now.get(name)
+    differences = [
+        f"{name} was {old.get(name, 'not set')!r}, is {new.get(name, 'not set')!r}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name) and not f"{name}.".startswith(parts)
     ]
-    if faults:
-        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+    if differences:
+        more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointError(
-            f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder "
-            "with --out; or use its settings, and it continues; or remove it"
+            f"fit: {folder} holds a run with other settings: {'; '.join(differences[:_SHOWN])}{more}. Name another "
+            "folder with --out; or use its settings, and it continues; or remove it"
         )
 
 
 def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
-    """A tree of settings as one level, under dotted names."""
+    """Flattens nested settings; their names are joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in content.items():
         if isinstance(value, dict):
@@ -289,13 +288,13 @@ def _read(path: Path) -> dict[str, Any]:
         content = read_json(path, advice=advice)
     if not isinstance(content, dict):
         raise CheckpointError(f"fit: {path} is not what a run writes; {advice}")
-    rest, whole = check_json_digest(cast("dict[str, Any]", content))
-    if not whole:
+    settings, is_whole = check_json_digest(cast("dict[str, Any]", content))
+    if not is_whole:
         raise CheckpointError(
             f"fit: the content of {path} does not match its checksum; restore it from a copy, or remove the folder and "
             "train again"
         )
-    return rest
+    return settings
 
 
 def _line(content: Mapping[str, Any]) -> str:

@@ -46,11 +46,11 @@ class RunData:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """What is in the folder of a run."""
+    """The content of the folder of a run."""
 
     folder: Path
     model: Mapping[str, Any]
-    """As config.json has it: its name and arguments, or its class."""
+    """The entry in config.json: name and arguments, or the class."""
     data: RunData
     recipe: Mapping[str, Any]
     seed: int
@@ -59,7 +59,7 @@ class RunRecord:
     result: FitResult | None
     """None while the run is not complete."""
     predictions: SavedPredictions | None
-    """Of the last test; None where there was none."""
+    """Predictions of the last test; None where there was none."""
 
     @property
     def model_name(self) -> str:
@@ -125,13 +125,13 @@ def _read_result(path: Path, classes: int) -> FitResult | None:
         return None
     whole = _whole(read_json(path, advice=_ADVICE), f"{path}")
     with refused_as(f"{path} is not what a run writes"):
-        made = FitResult.from_json({**whole, "epochs": []})
-        numbers = (made.accuracy, made.seconds, *made.class_accuracy, *made.cluster_accuracy)
-        if not all(_is_number(each) for each in numbers) or len(made.class_accuracy) != classes:
+        result = FitResult.from_json({**whole, "epochs": []})
+        numbers = (result.accuracy, result.seconds, *result.class_accuracy, *result.cluster_accuracy)
+        if not all(_is_number(each) for each in numbers) or len(result.class_accuracy) != classes:
             raise InvalidFile(f"{path}: accuracies are not numbers, or not one for each of {classes} classes")
-        metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
+        metrics = {name: value for name, value in result.metrics.items() if _is_number(value)}
         epochs = tuple(_epoch(each, f"{path}.epochs") for each in whole["epochs"])
-        return replace(made, epochs=epochs, images=int(made.images), stopped=str(made.stopped), metrics=metrics)
+        return replace(result, epochs=epochs, images=int(result.images), stopped=str(result.stopped), metrics=metrics)
 
 
 def _read_metrics(path: Path) -> tuple[Epoch, ...]:
@@ -159,13 +159,14 @@ def _whole(content: Any, where: str) -> dict[str, Any]:
 
 
 def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
-    made = Epoch.from_json(content)
-    own = {each.name: getattr(made, each.name) for each in fields(Epoch) if each.name not in ("metrics", "routing")}
-    checked = cast("Epoch", decode(Epoch, {**own, "alarms": list(made.alarms)}, where, more=True))
-    metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
-    routing: dict[str, LayerRouting] = {name: each for name, each in made.routing.items() if each.load}
+    epoch = Epoch.from_json(content)
+    names = [field.name for field in fields(Epoch) if field.name not in ("metrics", "routing")]
+    values = {name: getattr(epoch, name) for name in names}
+    checked = cast("Epoch", decode(Epoch, {**values, "alarms": list(epoch.alarms)}, where, more=True))
+    metrics = {name: value for name, value in epoch.metrics.items() if _is_number(value)}
+    routing: dict[str, LayerRouting] = {name: layer for name, layer in epoch.routing.items() if layer.load}
     numbers = [value for value in vars(checked).values() if isinstance(value, int | float)]
-    numbers += [value for each in routing.values() for value in (*each.load, each.entropy, each.class_entropy)]
+    numbers += [value for layer in routing.values() for value in (*layer.load, layer.entropy, layer.class_entropy)]
     if not all(map(_is_number, numbers)) or checked.number < 1:
         raise InvalidFile(f"{where}: has numbers that are not those of an epoch; {_ADVICE}")
     return replace(checked, metrics=metrics, routing=routing)

@@ -1,7 +1,7 @@
-"""predictions.safetensors in the folder of a run: what the network predicted in the last test, and its worst mistakes.
+"""predictions.safetensors in the folder of a run: the predictions of the last test, and the worst mistakes.
 
-`PredictionsCallback` takes the logits of a test that `fit` makes anyway. The file has all that a page about the run
-needs: it is made without the dataset, and without running the network again.
+`PredictionsCallback` gets the logits of the tests of `fit`. The page about a run is made from this file, without the
+dataset and without running the network again.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ class Mistake:
     top: tuple[int, ...]
     """The classes with the highest probabilities; the first was predicted."""
     probabilities: tuple[float, ...]
-    """Those of ``top``."""
+    """Probabilities of ``top``."""
     label_probability: float
     image: Tensor
     """(C, H, W) uint8, of one or three channels."""
     name: str
-    """Of its file; empty where it is not known."""
+    """Name of its file; empty where it is not known."""
 
 
 @dataclass(frozen=True, eq=False)
 class SavedPredictions:
-    """What a network predicted for the test images."""
+    """The predictions of a network for the test images."""
 
     epoch: int
-    """After which it was tested."""
+    """The epoch after which the network was tested."""
     labels: Tensor
     """(B,)"""
     predicted: Tensor
@@ -91,7 +91,7 @@ class SavedPredictions:
     def confusions(self, limit: int) -> list[tuple[int, int, int]]:
         """The most frequent confusions, at most ``limit``: true class, predicted class, number of test images."""
         wrong = self.labels != self.predicted
-        pairs = (cast("list[int]", each[wrong].tolist()) for each in (self.labels, self.predicted))
+        pairs = (cast("list[int]", classes[wrong].tolist()) for classes in (self.labels, self.predicted))
         counts = Counter(zip(*pairs, strict=True))
         order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         return [(label, guess, count) for (label, guess), count in order[:limit]]
@@ -180,18 +180,18 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
     for name, dtype in _DTYPES.items():
         check(tensors[name].dtype == dtype, f"{name} is {tensors[name].dtype}; it must be {dtype}")
     labels, predicted, top, images = (tensors[name] for name in ("labels", "predicted", "top", "images"))
-    own, probability, label_probability = (tensors[name] for name in ("mistake_labels", *_MISTAKE_COLUMNS[2:]))
+    mistake_labels, _, probability, label_probability = (tensors[name] for name in _MISTAKE_COLUMNS)
     check(labels.ndim == 1 and labels.shape == predicted.shape, "labels and predictions are not equally long")
     count = len(top)
     check(top.ndim == 2 and 1 <= top.shape[1] <= _MAX_TOP and top.shape == probability.shape, "top classes do not fit")
-    check(count <= _MAX_MISTAKES and own.shape == label_probability.shape == (count,), "mistakes do not fit")
+    check(count <= _MAX_MISTAKES and mistake_labels.shape == label_probability.shape == (count,), "mistakes do not fit")
     check(images.ndim == 4 and len(images) == count and images.shape[1] in (1, 3), "images do not fit")
     check(
         count == 0 or 1 <= min(images.shape[2:]) <= max(images.shape[2:]) <= _MAX_SIDE,
         "images have the wrong size",
     )
     check(len(header.names) in (0, count), "names do not fit")
-    for numbers in (labels, predicted, own, top):
+    for numbers in (labels, predicted, mistake_labels, top):
         check(
             not numbers.numel() or 0 <= int(numbers.min()) <= int(numbers.max()) < classes, "classes are out of range"
         )
@@ -199,8 +199,10 @@ def read_predictions(path: Path, classes: int) -> SavedPredictions:
         check(bool(((numbers >= 0) & (numbers <= 1)).all()), "probabilities are not from 0 to 1")
     columns = zip(*(cast("list[Any]", tensors[name].tolist()) for name in _MISTAKE_COLUMNS), strict=True)
     mistakes = [
-        Mistake(label, tuple(top), tuple(values), own, image, name)
-        for (label, top, values, own), image, name in zip(columns, images, header.names or ("",) * count, strict=True)
+        Mistake(label, tuple(top), tuple(values), of_label, image, name)
+        for (label, top, values, of_label), image, name in zip(
+            columns, images, header.names or ("",) * count, strict=True
+        )
     ]
     return SavedPredictions(header.epoch, labels, predicted, tuple(mistakes))
 

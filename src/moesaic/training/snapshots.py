@@ -34,10 +34,10 @@ def snapshot_epochs(epochs: int, count: int) -> tuple[int, ...]:
     check_positive("snapshot_epochs", epochs=epochs, count=count)
     last = max(1, round(0.8 * epochs)) if epochs > count + 1 else epochs - 1
     steps = [last ** (i / max(1, count - 1)) for i in range(count)]
-    found: list[int] = []
+    chosen: list[int] = []
     for step in steps:
-        found.append(max(round(step), found[-1] + 1 if found else 1))
-    return tuple(epoch for epoch in found if epoch < epochs)
+        chosen.append(max(round(step), chosen[-1] + 1 if chosen else 1))
+    return tuple(epoch for epoch in chosen if epoch < epochs)
 
 
 class SnapshotCallback(Callback):
@@ -77,7 +77,7 @@ def find_snapshots(path: Path, *, required: bool = False) -> list[Path]:
     if path.is_file():
         return [path]
     folder = path / _FOLDER if (path / _FOLDER).is_dir() else path
-    named = [(int(found[1]), file) for file in folder.glob("*.safetensors") if (found := _NAME.fullmatch(file.name))]
+    named = [(int(match[1]), file) for file in folder.glob("*.safetensors") if (match := _NAME.fullmatch(file.name))]
     files = [file for _, file in sorted(named)]
     if not files and required and folder.is_dir():
         files = sorted(folder.glob("*.safetensors"))

@@ -31,18 +31,21 @@ __all__ = ["DeviceGraphs", "GraphPlan", "StepGraphs", "graph_obstacle", "is_shor
 
 T = TypeVar("T")
 
+Batch = tuple[Tensor, Tensor]
+"""Images and labels."""
 Outputs = tuple[Tensor, Tensor]
+"""Loss and number of correct classifications."""
 Work = Callable[[Tensor, Tensor], Outputs]
-"""A step on a batch: images and labels in, loss and number of correct classifications out."""
+"""A step on images and labels."""
 
 _COMPARED_STEPS = 2
-"""Steps that are compared: a second one shows what the first one leaves behind."""
+"""Eager and replayed steps that are compared: the second one depends on the state that the first one leaves."""
 _MIN_STEPS = 50
-"""With fewer steps in a run, recording one takes longer than it saves."""
+"""Steps of a run from which recording them saves more time than it takes."""
 _MAX_GRAPHS = 24
-"""With more graphs, something in Python changes all the time."""
+"""Graphs of a run, at most: with more, settings in Python change all the time."""
 _STEP_HOOKS = ("train_forward", "on_epoch_start", "epoch_context", "on_step_start", "extra_loss")
-"""Hooks that run within steps, or are there to change what steps do."""
+"""Hooks of callbacks that run within steps, or change what steps do."""
 
 
 class DeviceGraphs(Protocol):
@@ -67,21 +70,24 @@ class DeviceGraphs(Protocol):
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """How the steps of a run are recorded."""
+    """The options with which the steps of a run are recorded."""
 
     graphs: DeviceGraphs
     callbacks: Sequence[Callback]
     log: Callable[[str], None]
-    """Gets the message why steps run eagerly."""
+    """Is called with the reason why steps run eagerly."""
 
     def key(self) -> Hashable:
-        """What the Python code of callbacks depends on in the step in progress."""
+        """Returns what the Python code of callbacks depends on in the step in progress."""
         return tuple(callback.graph_key() for callback in self.callbacks)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What callbacks change within steps."""
-        named = [(callback.name, callback.step_tensors()) for callback in self.callbacks]
-        return {f"{owner}.{name}": tensor for owner, of in named for name, tensor in of.items()}
+        """Returns the tensors that callbacks change within steps."""
+        return {
+            f"{callback.name}.{name}": tensor
+            for callback in self.callbacks
+            for name, tensor in callback.step_tensors().items()
+        }
 
 
 class GraphedStep(Protocol):
@@ -109,21 +115,21 @@ class _StepGraph:
     """A recorded step."""
 
     graph: DeviceGraph
-    inputs: Outputs
+    batch: Batch
     outputs: Outputs
     changed: list[Tensor]
     gradients: list[tuple[nn.Parameter, Tensor | None]]
 
     def replay(self, x: Tensor, labels: Tensor) -> Outputs:
-        self.inputs[0].copy_(x)
-        self.inputs[1].copy_(labels)
+        self.batch[0].copy_(x)
+        self.batch[1].copy_(labels)
         self.graph.replay()
-        # caches of converted weights look at the version, which a replay does not raise
+        # caches of converted weights compare versions, which a replay does not raise
         torch.autograd.graph.increment_version(self.changed)
         return self.outputs[0].clone(), self.outputs[1].clone()
 
-    def show_gradients(self) -> None:
-        """Make the gradients of this graph those of the parameters."""
+    def set_gradients(self) -> None:
+        """Give the parameters the gradients of this graph."""
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
 
@@ -153,7 +159,7 @@ class StepGraphs:
             if graph is None:
                 return work(x, labels)
             if graph is not self._last:
-                graph.show_gradients()
+                graph.set_gradients()
                 self._last = graph
             return graph.replay(x, labels)
 
@@ -186,32 +192,32 @@ class StepGraphs:
             self._graphs[key], self._last = graph, None
         return graph
 
-    def _record(self, work: Work, inputs: Outputs, start: StepState) -> tuple[_StepGraph | None, str]:
+    def _record(self, work: Work, batch: Batch, start: StepState) -> tuple[_StepGraph | None, str]:
         """Records the step after ``start``; returns its graph, and how replays differ from eager steps."""
-        expected = StepState(self._run_some(work, inputs), self._generators())
+        expected = StepState(self._run_steps(work, batch), self._generators())
         replaced = start.replaced(self._tensors())
         if replaced is not None:
             return None, f"steps replace the tensor of {replaced}; change it in place, with copy_ or add_"
         start.restore(self._tensors())
         with self._plan.graphs.no_waiting():
-            again = self._run_some(work, inputs)
+            again = self._run_steps(work, batch)
         noise = expected.distances(again)
         start.restore(self._tensors())
-        graph = self._capture(work, inputs)
+        graph = self._capture(work, batch)
         start.restore(self._tensors())  # Python may have counted, and some devices work while they record
-        replayed = self._run_some(graph.replay, inputs)
+        replayed = self._run_steps(graph.replay, batch)
         difference = expected.difference(start, replayed, noise, self._step.rounding)
         return graph, difference and f"after {_COMPARED_STEPS} replays of a step, {difference}"
 
-    def _run_some(self, work: Work, inputs: Outputs) -> dict[str, Tensor]:
+    def _run_steps(self, work: Work, batch: Batch) -> dict[str, Tensor]:
         """Does a few steps; returns what they change and what they return."""
         outputs: dict[str, Tensor] = {}
         for number in range(1, _COMPARED_STEPS + 1):
-            outputs[f"loss {number}"], outputs[f"correct {number}"] = work(*inputs)
+            outputs[f"loss {number}"], outputs[f"correct {number}"] = work(*batch)
         return {**self._tensors(), **outputs}
 
-    def _capture(self, work: Work, inputs: Outputs) -> _StepGraph:
-        x, labels = (torch.empty_like(each).copy_(each) for each in inputs)
+    def _capture(self, work: Work, batch: Batch) -> _StepGraph:
+        x, labels = (torch.empty_like(tensor).copy_(tensor) for tensor in batch)
         graph, outputs = self._plan.graphs.capture(lambda: work(x, labels), self._generators())
         gradients = [(parameter, parameter.grad) for parameter in self._step.model.parameters()]
         return _StepGraph(graph, (x, labels), outputs, list(self._tensors().values()), gradients)

@@ -1,4 +1,4 @@
-"""Copies of all that a training step changes: to take steps back, and to compare two ways of computing them."""
+"""Copies of the tensors and random states that a training step changes: to undo steps, and to compare two of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["StepState"]
 _ROUNDINGS = 4
 """Units in the last place by which stored values may differ."""
 _NOISE_FACTOR = 10
-"""How much further a result may be from the expected one than a repetition of the same eager steps."""
+"""Allowed distance, as a factor of that between two repetitions of the same eager steps."""
 
 
 class StepState:
@@ -34,9 +34,9 @@ class StepState:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give the tensors their values of that time, in place.
+        """Copy the stored values into the tensors.
 
-        Those that were not there get zeros, with which optimizers and counters begin.
+        Tensors without a stored value get zeros, with which optimizers and counters begin.
         """
         for name, tensor in tensors.items():
             value = self._values.get(name)
@@ -48,23 +48,23 @@ class StepState:
             generator.set_state(state)
 
     def replaced(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Returns the name of a tensor that lies elsewhere by now, or None."""
-        both = [name for name in self._addresses if name in tensors]
-        return next((name for name in both if tensors[name].data_ptr() != self._addresses[name]), None)
+        """Returns the name of a tensor whose address has changed, or None."""
+        common = [name for name in self._addresses if name in tensors]
+        return next((name for name in common if tensors[name].data_ptr() != self._addresses[name]), None)
 
     def distances(self, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-        """Returns the norm of the difference between each tensor and its value of that time."""
+        """Returns the norm of the difference between each tensor and its stored value."""
         return {name: _distance(tensor, self._values.get(name)) for name, tensor in tensors.items()}
 
     def difference(
         self, start: StepState, tensors: Mapping[str, Tensor], noise: Mapping[str, float], tolerance: float
     ) -> str:
-        """Says how tensors and generators differ by more than rounding from those of this state; empty if they do not.
+        """Returns how tensors and generators differ from this state by more than rounding; empty if they do not.
 
         Args:
             start: the state before the steps.
-            tensors: what has been computed in the other way.
-            noise: the `distances` of a repetition in the same way.
+            tensors: the tensors after the steps to be compared.
+            noise: the `distances` after a repetition of the steps of this state.
             tolerance: allowed distance, as a fraction of the change since ``start``.
         """
         for name, distance in self.distances(tensors).items():

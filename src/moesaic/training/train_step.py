@@ -14,24 +14,19 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import Optimizer
 
 from moesaic.argument_checks import first_line
-from moesaic.layers.recording import routed_layers
-from moesaic.models.weight_decay import undecayed_parameters
-from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
-from moesaic.training.data_parallel import OneProcess, assign, local, shard_like
-from moesaic.training.normalized_gd import NormalizedGD
+from moesaic.training.data_parallel import OneProcess, assign, local
+from moesaic.training.optimizers import build_optimizers, optimizer_state, restore_optimizers, set_learning_rate
 from moesaic.training.recipe import Recipe
 from moesaic.training.step_graphs import GraphPlan, StepGraphs
-from moesaic.training.trainable_layers import layer_factors
 
-__all__ = ["CompileError", "TrainStep", "build_optimizers", "set_learning_rate"]
+__all__ = ["CompileError", "TrainStep"]
 
 T = TypeVar("T")
 
-_torch: Any = torch  # what torch's own optimizers use to update many tensors at once has no public types
+_torch: Any = torch  # torch does not type its _foreach functions
 
 
 class CompileError(RuntimeError):
@@ -41,22 +36,22 @@ class CompileError(RuntimeError):
 _ROUNDING_OF_DTYPE = {torch.bfloat16: 1e-2}
 """Rounding errors of a step in these dtypes, as a fraction of what it changes."""
 _ROUNDING_OF_FLOAT32 = 1e-4
-"""The same without autocast; TF32 is in it."""
+"""Rounding errors of a step without autocast, TF32 included, likewise."""
 
 ExtraLoss = Callable[[Any, Tensor, Tensor, float], "Tensor | float"]
-"""``extra_loss(output, x, labels, epoch)``: what is added to the cross-entropy of a micro-batch."""
+"""``extra_loss(output, x, labels, epoch)``: a loss that is added to the cross-entropy of a micro-batch."""
 
 
 class TrainStep:
-    """Steps of a network by a recipe, on the device it is on.
+    """The training steps of a network by a recipe.
 
     Args:
         model: the network, on its device.
-        recipe: how it learns.
+        recipe: the hyperparameters.
         device: the device.
         classes: number of classes.
         forward: computes the outputs of training in place of ``model``: logits, or an object that has ``logits``.
-        extra_loss: computes what is added to the cross-entropy.
+        extra_loss: computes a loss that is added to the cross-entropy.
         parallel: how a step is shared with other processes; by default it is not.
         graphs: how steps are recorded and replayed; by default they run eagerly.
     """
@@ -98,23 +93,23 @@ class TrainStep:
         self._modules, self._parameters = list(model.modules()), list(model.parameters())
 
     def set_learning_rates(self, epoch: float) -> None:
-        """Set those of the schedule for a step at this time, counted in epochs."""
+        """Set the learning rates of the schedule for a step at this time, counted in epochs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 set_learning_rate(group, group["peak"] * self.recipe.lr_factor(epoch))
 
     def parts(self, samples: int) -> list[slice]:
         """Returns the parts of a batch of so many samples that this process computes, one for each micro-batch."""
-        found: list[slice] = []
+        parts: list[slice] = []
         start = 0
         for size in self.recipe.micro_batch_sizes(samples):
-            own = self.parallel.share(size)
-            found.append(slice(start + own.start, start + own.stop))
+            share = self.parallel.share(size)
+            parts.append(slice(start + share.start, start + share.stop))
             start += size
-        return found
+        return parts
 
     def step(self, x: Tensor, labels: Tensor, epoch: float, samples: int | None = None) -> tuple[Tensor, Tensor]:
-        """Train on a batch; its mean loss, and how many samples were classified correctly before the step.
+        """Train on a batch; returns its mean loss, and how many samples were classified correctly before the step.
 
         ``samples`` is the size of the whole batch where ``x`` has the `parts` of this process.
         """
@@ -122,24 +117,24 @@ class TrainStep:
         if self._ema is not None and self.recipe.ema_decay is not None:
             self._ema_weight.fill_(1 - min(self.recipe.ema_decay, (2 + self.steps) / (11 + self.steps)))
 
-        def work(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        def compute(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             return self._compute(x, labels, epoch, samples)
 
-        found = work(x, labels) if self._graphs is None else self._graphs.run(work, x, labels)
+        loss, correct = compute(x, labels) if self._graphs is None else self._graphs.run(compute, x, labels)
         self.steps += 1
-        return found
+        return loss, correct
 
     def _compute(self, x: Tensor, labels: Tensor, epoch: float, samples: int) -> tuple[Tensor, Tensor]:
-        """A step's work on the device."""
+        """The part of a step that a graph can replay: all its work on the device."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         sizes = self.recipe.micro_batch_sizes(samples)
-        own = [part.stop - part.start for part in self.parts(samples)]
+        lengths = [part.stop - part.start for part in self.parts(samples)]
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        for number, (part, targets) in enumerate(zip(split(x, own), split(labels, own), strict=True), 1):
-            size = sizes[number - 1]
+        micro_batches = zip(sizes, split(x, lengths), split(labels, lengths), strict=True)
+        for number, (size, images, targets) in enumerate(micro_batches, 1):
             with self.parallel.part(size, last=number == len(sizes)):
-                loss, logits = self._backward(part, targets, epoch, size, samples)
+                loss, logits = self._backward(images, targets, epoch, size, samples)
             total += size / samples * loss.detach()
             correct += (logits.detach().argmax(1) == targets).sum()
         self.parallel.finish_gradients()
@@ -150,14 +145,17 @@ class TrainStep:
         return total, correct
 
     def _backward(self, x: Tensor, labels: Tensor, epoch: float, size: int, samples: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward pass over this process' part of a micro-batch of ``size``; its share of the loss."""
+        """Forward and backward pass over this process' part of a micro-batch of ``size`` samples.
+
+        Returns this process' share of the mean loss, and its logits.
+        """
         with self.autocast():
             output = self._call(self._train_forward, x)
         logits = self._float_logits(getattr(output, "logits", output), x)
         extra = 0.0 if self._extra_loss is None else self._extra_loss(output, x, labels, epoch)
         if self.parallel.ranks is None:
             loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
-        else:  # shares of ranks add up to the mean
+        else:  # the shares of all ranks add up to the mean
             smoothing = self.recipe.label_smoothing
             loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / size
             extra = len(x) / size * extra
@@ -183,9 +181,9 @@ class TrainStep:
 
     def _float_logits(self, logits: Any, x: Tensor) -> Tensor:
         if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):
-            found = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
+            returned = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise ValueError(
-                f"fit: the network returned {found} for {len(x)} images of {self._classes} classes; build it with "
+                f"fit: the network returned {returned} for {len(x)} images of {self._classes} classes; build it with "
                 f"num_classes={self._classes}, so that it returns ({len(x)}, {self._classes})"
             )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -203,15 +201,10 @@ class TrainStep:
 
     def step_tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that a step changes: weights, buffers, their EMA, and the state of optimizers."""
-        tensors: dict[str, Tensor] = {f"weight {name}": each for name, each in self.model.named_parameters()}
-        tensors |= {f"buffer {name}": each for name, each in self.model.named_buffers()}
+        tensors: dict[str, Tensor] = {f"weight {name}": tensor for name, tensor in self.model.named_parameters()}
+        tensors |= {f"buffer {name}": tensor for name, tensor in self.model.named_buffers()}
         tensors |= {f"ema {i}": tensor for i, tensor in enumerate(self._ema or [])}
-        for k, optimizer in enumerate(self.optimizers):
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            for i, parameter in enumerate(parameters):
-                state: Mapping[str, Any] = optimizer.state.get(parameter, {})
-                tensors |= {f"{name} {k}.{i}": each for name, each in state.items() if isinstance(each, Tensor)}
-        return tensors
+        return tensors | optimizer_state(self.optimizers)[0]
 
     def settings(self) -> Hashable:
         """Returns modes of modules, which weights learn, and the options of optimizers; tensors by identity."""
@@ -238,12 +231,12 @@ class TrainStep:
         if self._ema is None:
             yield
             return
-        own = [tensor.detach().clone() for tensor in self._averaged()]
+        weights = [tensor.detach().clone() for tensor in self._averaged()]
         self.load_ema()
         try:
             yield
         finally:
-            self._load(own)
+            self._load(weights)
 
     def load_ema(self) -> None:
         """Give the network its EMA weights for good, if the recipe asks for them."""
@@ -254,42 +247,36 @@ class TrainStep:
         """Set the EMA of these weights and buffers to their present values."""
         if self._ema is None:
             return
-        some = {id(tensor) for tensor in tensors}
+        ids = {id(tensor) for tensor in tensors}
         with torch.no_grad():
             for mean, tensor in zip(self._ema, self._averaged(), strict=True):
-                if id(tensor) in some:
+                if id(tensor) in ids:
                     local(mean).copy_(local(tensor))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns all that the next step depends on, as tensors and JSON; tensors where a file of them is written."""
+        """Returns what the next step depends on, as tensors and JSON; of several ranks, the first has the tensors."""
         weights = cast("Mapping[str, Tensor]", self.model.state_dict())
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"ema.{i}": tensor for i, tensor in enumerate(self._ema or [])}
-        numbers: dict[str, float] = {}
-        for k, optimizer in enumerate(self.optimizers):
-            state: Mapping[int, Mapping[str, Any]] = optimizer.state_dict()["state"]
-            for i, values in state.items():
-                for name, value in values.items():
-                    if isinstance(value, Tensor):
-                        tensors[f"optimizer.{k}.{i}.{name}"] = value
-                    elif value is not None:
-                        numbers[f"{k}.{i}.{name}"] = value
+        of_optimizers, numbers = optimizer_state(self.optimizers)
+        tensors |= of_optimizers
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors |= {f"rng.layer.{name}": each.get_state() for name, each in self.layer_generators().items()}
+        tensors |= {f"rng.layer.{name}": rng.get_state() for name, rng in self.layer_generators().items()}
         content = {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
         return self.parallel.gathered(tensors), content
 
     def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         """Restores what ``state`` returned."""
         self.steps = content["steps"]
-        self.parallel.load(self.model, _below(tensors, "model."))
+        stem = "model."
+        weights = {name.removeprefix(stem): tensor for name, tensor in tensors.items() if name.startswith(stem)}
+        self.parallel.load(self.model, weights)
         if self._ema is not None:
             for i, mean in enumerate(self._ema):
                 assign(mean, tensors[f"ema.{i}"])
-        for k, optimizer in enumerate(self.optimizers):
-            _restore_optimizer(optimizer, k, tensors, content["numbers"])
+        restore_optimizers(self.optimizers, tensors, content["numbers"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(content["scaler"]))
         torch.set_rng_state(tensors["rng.cpu"])
@@ -310,7 +297,7 @@ class TrainStep:
         self._scaler.update()
         if self._ema is not None:
             with torch.no_grad():
-                means, tensors = [local(each) for each in self._ema], [local(each) for each in self._averaged()]
+                means, tensors = [local(mean) for mean in self._ema], [local(tensor) for tensor in self._averaged()]
                 changes = _torch._foreach_sub(tensors, means)
                 _torch._foreach_mul_(changes, self._ema_weight)
                 _torch._foreach_add_(means, changes)
@@ -327,112 +314,5 @@ class TrainStep:
     def layer_generators(self) -> dict[str, torch.Generator]:
         """Returns the generators of layers; layers without one use torch's global generator."""
         modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
-        found = ((name, getattr(module, "generator", None)) for name, module in modules)
-        return {name: generator for name, generator in found if isinstance(generator, torch.Generator)}
-
-
-def set_learning_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of a parameter group, in place where a graph reads it.
-
-    >>> group = {"lr": torch.tensor(1.0)}
-    >>> set_learning_rate(group, 0.5)
-    >>> group
-    {'lr': tensor(0.5000)}
-    """
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
-
-
-def build_optimizers(
-    model: nn.Module, recipe: Recipe, device: torch.device, *, capturable: bool = False
-) -> list[Optimizer]:
-    """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate.
-
-    A graph can replay the steps of ``capturable`` ones: their learning rates are tensors on the device.
-    """
-    made = _build_optimizers(model, recipe, fused=capturable or device.type == "cuda")
-    if capturable:
-        for group in (group for optimizer in made for group in optimizer.param_groups):
-            group["lr"] = torch.tensor(float(group["lr"]), device=device)
-            group["capturable"] = True
-    return made
-
-
-def _build_optimizers(model: nn.Module, recipe: Recipe, *, fused: bool) -> list[Optimizer]:
-    # channels are experts without weights of their own, and what chooses them lies outside of their layer
-    routed = routed_layers(model).values()
-    layers = [layer for layer in routed if hasattr(layer, "experts")]
-    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    rate, decay = recipe.lr, recipe.weight_decay
-    made: list[Optimizer] = []
-    if recipe.optimizer == "normalized_gd":
-        options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": decay}
-        if not layers:
-            return [NormalizedGD([{"params": left, "peak": rate}], rate, **options)]
-        stacks = [cast("nn.Module", layer.experts) for layer in layers]
-        stacks = [stack for stack in stacks if all(each.requires_grad for each in stack.parameters())]
-        made += [NormalizedGD.per_expert(experts, rate, **options) for experts in stacks]
-        for group in (group for optimizer in made for group in optimizer.param_groups):
-            group["peak"] = rate
-        taken = _parameter_ids(stacks)
-        left = [parameter for parameter in left if id(parameter) not in taken]
-    routers = _parameter_ids(cast("nn.Module", layer.router) for layer in routed if hasattr(layer, "router"))
-    gates = _parameter_ids(module for module in model.modules() if isinstance(module, ChannelGate)) - routers
-    router_rate = rate / 10 if recipe.optimizer == "adamw" else rate
-    gate_rate = rate
-    factors = layer_factors(model, recipe.layer_decay)
-    named = dict(model.named_parameters())
-    spared = {id(named[name]) for name in undecayed_parameters(model)}
-    if recipe.router_lr is not None:
-        router_rate = gate_rate = recipe.router_lr
-    groups = [
-        *_by_factor([each for each in left if id(each) not in routers | gates], rate, factors, spared),
-        *_by_factor([each for each in left if id(each) in routers], router_rate, factors, spared),
-        *_by_factor([each for each in left if id(each) in gates], gate_rate, factors, spared),
-    ]
-    if made and not groups:
-        return made
-    if recipe.optimizer == "adamw":
-        return [torch.optim.AdamW(groups, rate, weight_decay=decay, fused=fused)]
-    return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]
-
-
-def _by_factor(
-    parameters: Iterable[nn.Parameter], rate: float, factors: Mapping[int, float], spared: set[int]
-) -> list[dict[str, Any]]:
-    """Parameter groups, one for each layer-wise factor of the peak learning rate, with and without weight decay."""
-    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        groups.setdefault((factors.get(id(parameter), 1.0), id(parameter) in spared), []).append(parameter)
-    return [
-        {"params": group, "peak": rate * factor, **({"weight_decay": 0.0} if undecayed else {})}
-        for (factor, undecayed), group in groups.items()
-    ]
-
-
-def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
-    return {id(parameter) for module in modules for parameter in module.parameters()}
-
-
-def _restore_optimizer(
-    optimizer: Optimizer, k: int, tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
-) -> None:
-    parameters: list[Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
-    state: dict[int, dict[str, Any]] = {}
-    for place, tensor in _below(tensors, f"optimizer.{k}.").items():
-        i, _, name = place.partition(".")
-        parameter = parameters[int(i)]
-        if tensor.shape == parameter.shape:  # in the layout of its parameter, with which it is combined
-            tensor = shard_like(parameter, tensor)
-        state.setdefault(int(i), {})[name] = tensor
-    for place, number in numbers.items():
-        owner, i, name = place.split(".", 2)
-        if int(owner) == k:
-            state.setdefault(int(i), {})[name] = number
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def _below(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
-    return {name.removeprefix(stem): tensor for name, tensor in tensors.items() if name.startswith(stem)}
+        generators = ((name, getattr(module, "generator", None)) for name, module in modules)
+        return {name: generator for name, generator in generators if isinstance(generator, torch.Generator)}

@@ -16,7 +16,7 @@ __all__ = ["default_trainable", "eval_frozen", "freeze_layers", "frozen_paramete
 
 
 FEW_IMAGES = 5000
-"""With fewer training images, the backbone of a pretrained network is frozen by default."""
+"""Training images below which the backbone of a pretrained network is frozen by default."""
 
 
 def default_trainable(specs: Iterable[ModelSpec], images: int) -> str:
@@ -64,7 +64,7 @@ def frozen_parameters(model: nn.Module, trainable: str) -> frozenset[str]:
 def freeze_layers(model: nn.Module, trainable: str) -> Generator[None]:
     """Inside, frozen parameters need no gradients."""
     names = frozen_parameters(model, trainable)
-    frozen = [each for name, each in model.named_parameters() if name in names and each.requires_grad]
+    frozen = [parameter for name, parameter in model.named_parameters() if name in names and parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     try:

@@ -19,11 +19,11 @@ class TrainedNetwork(nn.Module):
     """The attributes that `load` adds to a network, for type checkers; the network is of its own class."""
 
     transform: InputTransform
-    """From images to the network's input, as in training."""
+    """Maps images to the network's input, as in training."""
     classes: tuple[str, ...]
     """Names of the classes, in the order of the logits."""
     metadata: Metadata
-    """What the checkpoint says: specification, normalization, input shape, measured accuracies."""
+    """Metadata of the checkpoint: specification, normalization, input shape, measured accuracies."""
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", *, router: RouterLike | None = None) -> TrainedNetwork:

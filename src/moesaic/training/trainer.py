@@ -24,7 +24,7 @@ from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
 from moesaic.training.data_parallel import OneProcess
-from moesaic.training.fit_result import Diverged, Epoch, FitResult
+from moesaic.training.fit_result import Diverged, Epoch, FitResult, check_metrics
 from moesaic.training.interruption import stop_requested, stoppable
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
@@ -74,7 +74,7 @@ def evaluate(
 
 @dataclass
 class Trainer:
-    """One run: callbacks get it in every hook."""
+    """The state of a training run; callbacks get it in every hook."""
 
     model: nn.Module
     dataset: ImageDataset
@@ -92,7 +92,7 @@ class Trainer:
     parallel: OneProcess = field(default_factory=OneProcess)
     """How steps are shared with other processes."""
     graphs: DeviceGraphs | None = None
-    """What records and replays steps; None: they run eagerly."""
+    """Records and replays steps; None: they run eagerly."""
 
     def __post_init__(self) -> None:
         self.batch_sizes = self.recipe.batch_sizes(len(self.dataset.train))
@@ -100,7 +100,7 @@ class Trainer:
         self.checkpoint_steps = _CHECKPOINT_STEPS
         self.eval_batch_size = max(_EVAL_BATCH_SIZE, self.recipe.micro_batch_sizes(self.batch_sizes[0])[0])
         forwards = (callback.train_forward(self.model) for callback in self.callbacks)
-        forward = next((each for each in forwards if each is not None), None)
+        forward = next((forward for forward in forwards if forward is not None), None)
         self._features: FeatureBatches | None = None
         if self.dataset.backbone and self.recipe.trainable == "head":
             self._features = FeatureBatches.of(self.model, self.dataset)
@@ -170,7 +170,7 @@ class Trainer:
         return f"in epoch {len(self.epochs) + 1} of {self.recipe.epochs}, {steps}"
 
     def last_checkpoint(self) -> str:
-        """A sentence that says what is left of a run that has to stop."""
+        """A sentence on the last checkpoint, for the message of a run that has to stop."""
         if self.run_dir is None:
             return "Nothing was saved, because the run has no folder"
         if self.run_dir.network.exists():
@@ -184,14 +184,14 @@ class Trainer:
     # the loop
 
     def _stop_reason(self) -> str:
-        """Why training is over; empty while it is not."""
+        """Returns why training is over; empty while it is not."""
         may_stop = self.recipe.stop_at_zero_error and all(callback.may_stop() for callback in self.callbacks)
         if may_stop and self.epochs and self.epochs[-1].train_accuracy == 100:
             return "zero training error"
         return "all epochs" if len(self.epochs) >= self.recipe.epochs else ""
 
     def _train_epoch(self) -> Tensor | None:
-        """Train for an epoch, or the rest of one; which test images are correct, where it was tested."""
+        """Train for an epoch, or the rest of one; returns which test images are correct, if it was tested."""
         before = self._stopwatch.seconds
         self._run_steps()
         loss = float(self._loss)  # waits for the device, so that the time is that of all steps
@@ -201,7 +201,9 @@ class Trainer:
         metrics: dict[str, float] = {}
         routing: dict[str, LayerRouting] = {}
         for callback in self.callbacks:
-            metrics |= callback.on_epoch_end(self)
+            of_callback = callback.on_epoch_end(self)
+            check_metrics(callback.name, of_callback, Epoch)
+            metrics |= of_callback
             routing |= callback.epoch_routing(self)
         epoch = Epoch(
             number=len(self.epochs) + 1,
@@ -247,10 +249,10 @@ class Trainer:
             eval_frozen(self.model)
         for callback in self.callbacks:
             callback.on_epoch_start(self)
-        epoch, steps = len(self.epochs), len(self.batch_sizes)
+        number, steps = len(self.epochs), len(self.batch_sizes)
         source = self.dataset if self._features is None else self._features.dataset
         parts = None if self.parallel.ranks is None else self.train_step.parts
-        batches = train_batches(source, self.batch_sizes, self.seed, epoch, self.device, self._done, parts)
+        batches = train_batches(source, self.batch_sizes, self.seed, number, self.device, self._done, parts)
         with ExitStack() as stack:
             if self._features is not None:
                 stack.enter_context(one_thread())
@@ -258,17 +260,17 @@ class Trainer:
                 stack.enter_context(callback.epoch_context(self))
             self._stopwatch.start()
             for x, labels in batches:
-                now = epoch + (self._done + 0.5) / steps
-                self.train_step.set_learning_rates(now)
+                epoch = number + (self._done + 0.5) / steps
+                self.train_step.set_learning_rates(epoch)
                 for callback in self.callbacks:
-                    callback.on_step_start(self, now)
+                    callback.on_step_start(self, epoch)
                 samples = self.batch_sizes[self._done]
-                loss, correct = self.train_step.step(x, labels, now, samples)
+                loss, correct = self.train_step.step(x, labels, epoch, samples)
                 self._loss += loss * samples
                 self._correct += correct
                 self._done += 1
                 for callback in self.callbacks:
-                    callback.on_step_end(self, now, loss)
+                    callback.on_step_end(self, epoch, loss)
                 if time.monotonic() - self._logged_at >= _LOG_SECONDS:
                     self._log_step()
                 due = self._done % self.checkpoint_steps == 0 and self._checkpoint_due()
@@ -307,7 +309,7 @@ class Trainer:
         self.progress.advance(1, f"loss {epoch.loss:.3f}, train {epoch.train_accuracy:.1f} %{test}{more}, {speed}")
 
     def _test(self) -> Tensor:
-        """Which test images are correct; in the end by the whole network, unless features may stand for images."""
+        """Returns which test images are correct; the final test runs the whole network, unless ``test_features``."""
 
         def on_batch(logits: Tensor, labels: Tensor) -> None:
             for callback in self.callbacks:
@@ -333,12 +335,12 @@ class Trainer:
         if ranks is None:
             return evaluate(self.model, dataset, outputs, self.eval_batch_size, on_batch)
         correct: list[Tensor] = []
-        left, size = len(dataset.test), self.eval_batch_size
+        remaining, size = len(dataset.test), self.eval_batch_size
         with torch.no_grad(), eval_mode(self.model):
             for x, labels in eval_batches(dataset, self.device, size, part=self.parallel.share):
-                with self.parallel.part(min(size, left), last=False):
+                with self.parallel.part(min(size, remaining), last=False):
                     logits = outputs(x)
-                left -= size
+                remaining -= size
                 logits, labels = ranks.batch.gather(logits), ranks.batch.gather(labels)
                 correct.append(logits.argmax(1) == labels)
                 on_batch(logits, labels)
@@ -349,9 +351,11 @@ class Trainer:
         self.model.eval()
         metrics: dict[str, float] = {}
         for callback in self.callbacks:
-            metrics |= callback.final_metrics(self)
+            of_callback = callback.final_metrics(self)
+            check_metrics(callback.name, of_callback, FitResult)
+            metrics |= of_callback
         test = self.dataset.test
-        found = FitResult(
+        result = FitResult(
             epochs=tuple(self.epochs),
             accuracy=_percent(correct),
             class_accuracy=_percents(correct, test.labels, self.dataset.num_classes),
@@ -362,10 +366,10 @@ class Trainer:
             metrics=metrics,
         )
         if self.run_dir is not None:
-            groups = {"class_accuracy": found.class_accuracy, "cluster_accuracy": found.cluster_accuracy}
-            self._save(self.run_dir, {"accuracy": found.accuracy, **groups, **metrics, "stopped": found.stopped})
-            self.run_dir.finish(found.to_json())
-        return found
+            groups = {"class_accuracy": result.class_accuracy, "cluster_accuracy": result.cluster_accuracy}
+            self._save(self.run_dir, {"accuracy": result.accuracy, **groups, **metrics, "stopped": result.stopped})
+            self.run_dir.finish(result.to_json())
+        return result
 
     # checkpoints
 
@@ -414,10 +418,10 @@ class Trainer:
     def _resume(self) -> None:
         if self.run_dir is None:
             return
-        found = self.run_dir.read_state()
-        if found is not None:
+        state = self.run_dir.read_state()
+        if state is not None:
             with refused_as(f"fit: {self.run_dir.state} is of another run, or damaged", CheckpointError):
-                self._restore(*found)
+                self._restore(*state)
             self.progress.log(f"continuing after epoch {len(self.epochs)} of {self.recipe.epochs}")
             if (threads := self.run_dir.other_threads) is not None:
                 self.progress.log(
@@ -431,11 +435,11 @@ class Trainer:
         for callback in self.callbacks:
             if callback.name in content["callbacks"]:
                 stem = f"callback.{callback.name}."
-                own = {name.removeprefix(stem): tensors[name] for name in tensors if name.startswith(stem)}
-                callback.load_state_dict({**content["callbacks"][callback.name], **own})
+                state = {name.removeprefix(stem): tensors[name] for name in tensors if name.startswith(stem)}
+                callback.load_state_dict({**content["callbacks"][callback.name], **state})
         self._loss.copy_(tensors["loss"])
         self._correct.copy_(tensors["correct"])
-        self.epochs = [Epoch.from_json(each) for each in content["epochs"]]
+        self.epochs = [Epoch.from_json(epoch) for epoch in content["epochs"]]
         self._done = self._resumed = content["batches"]
         self._alarms = tuple(content["alarms"])
         self._stopwatch.seconds = content["seconds"]
@@ -500,5 +504,5 @@ def _percent(correct: Tensor) -> float:
 
 def _percents(correct: Tensor, groups: Tensor, count: int) -> tuple[float, ...]:
     groups = groups.cpu()
-    each = (correct[groups == group] for group in range(count))
-    return tuple(_percent(part) if len(part) else math.nan for part in each)
+    parts = (correct[groups == group] for group in range(count))
+    return tuple(_percent(part) if len(part) else math.nan for part in parts)

@@ -23,7 +23,7 @@ from moesaic.layers.recording import record_routing
 from moesaic.training import Callback, Progress, Recipe, evaluate, fit
 from moesaic.training.batches import eval_batches, generator_seed
 from moesaic.training.normalized_gd import GradientNorm
-from moesaic.training.train_step import set_learning_rate
+from moesaic.training.optimizers import set_learning_rate
 from moesaic.training.trainer import Trainer
 
 __all__ = [

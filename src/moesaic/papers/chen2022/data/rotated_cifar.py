@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_tensors
 from moesaic.data.image_dataset import (
     ImageDataset,
     LabelledImages,
     Normalize,
     RandomFlipCrop,
-    cifar10_tensors,
     normalize_,
 )
 from moesaic.data.splits import Split

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.data.builtin_datasets import DATASETS, register_dataset, require_data_dir, resize_images
-from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, cifar10_tensors, find_cifar10
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import open_source
-from moesaic.data.image_dataset import ImageSplits, LabelledImages, cifar10_tensors
+from moesaic.data.image_dataset import ImageSplits, LabelledImages
 from moesaic.data.splits import Split
 from moesaic.papers.engine.trial_datasets import insert_patch, shuffled_cycles
 
