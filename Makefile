@@ -24,11 +24,12 @@ TIMM := timm torchvision
 TYPES := $(VPY) -m basedpyright --pythonpath $(VPY)
 
 SEED ?= 0
+SEEDS ?= 20
 MINUTES ?= 5
 COUNT ?= 200
 JOBS ?= 2
 
-.PHONY: help demo test lint style fuzz mutate docs dist bench clean
+.PHONY: help demo test lint style seeds fuzz mutate docs dist bench clean
 # two pips must not write to one environment
 .NOTPARALLEL:
 
@@ -36,6 +37,7 @@ help:
 	@echo 'make demo    re-run the headline claims of three papers and report which hold (runs/reproduce-quick)'
 	@echo 'make test    lint, then all tests and the examples in the documentation; SEED=n: other numbers and order'
 	@echo 'make lint    ruff and basedpyright'
+	@echo 'make seeds   every quick test from SEEDS=20 seeds, the first of them SEED=0'
 	@echo 'make fuzz    property tests with fresh examples and mutated files, for MINUTES=5; SEED=n repeats a run'
 	@echo 'make mutate  change COUNT=200 places of the code, one at a time, and list what no test notices; SEED=n, JOBS=2'
 	@echo 'make docs    build the documentation site (site/index.html)'
@@ -62,6 +64,9 @@ lint: style
 style: $(DEV)
 	$(VPY) -m ruff check
 	$(VPY) -m ruff format --check
+
+seeds: $(DEV)
+	PYTHONDONTWRITEBYTECODE= $(VPY) tools/many_seeds.py --seeds $(SEEDS) --first $(SEED)
 
 fuzz: $(DEV)
 	$(VPY) tools/fuzz.py --minutes $(MINUTES) $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))

@@ -19,6 +19,11 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 
+def find_conftest(config: pytest.Config) -> Any:
+    """The conftest.py whose SEED starts every test."""
+    return next(each for each in config.pluginmanager.get_plugins() if hasattr(each, "seed_generators"))
+
+
 class ManySeeds:
     """Repeats tests from seeds after the first, and reports the first failure of each."""
 
@@ -27,15 +32,15 @@ class ManySeeds:
         self.root: Any = None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        plugins = session.config.pluginmanager.get_plugins()
-        self.root = next(each for each in plugins if hasattr(each, "seed_generators"))  # conftest.py, which has SEED
+        self.root = find_conftest(session.config)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        first = self.root.SEED
-        doctest = getattr(item, "dtest", None)
-        names = None if doctest is None else dict(doctest.globs)  # which a doctest clears at its end
+        first, reports = self.root.SEED, list[pytest.TestReport]()
+        doctest: Any = getattr(item, "dtest", None)
+        names: dict[str, Any] = {} if doctest is None else dict(doctest.globs)  # which a doctest clears at its end
+        session: Any = item.session
         try:
             for number in range(self.count):
                 self.root.SEED = first + number
@@ -48,11 +53,12 @@ class ManySeeds:
                 failed = next((each for each in reports if each.failed), None)
                 if failed is not None:
                     failed.sections.append(("seed", f"MOESAIC_TEST_SEED={self.root.SEED}"))
-                if failed is not None or reports[-1].skipped or sum(each.duration for each in reports) > self.slow:
+                seconds = sum(each.duration for each in reports)
+                if seconds > self.slow or any(each.outcome != "passed" for each in reports):
                     break
         finally:
             self.root.SEED = first
-            item.session._setupstate.teardown_exact(nextitem)
+            session._setupstate.teardown_exact(nextitem)
         for report in reports:
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
