@@ -85,6 +85,14 @@ def pytest_report_header() -> str:
     return f"seed and order: MOESAIC_TEST_SEED={SEED}"
 
 
+LONG = {
+    *("benchmarks/test_faults.py", "cli/test_compare.py", "cli/test_model_strings.py", "cli/test_workers.py"),
+    *("contract/test_export.py", "contract/test_threads.py", "experts/test_sharding.py"),
+    *("training/test_data_parallel.py", "training/test_export.py"),
+}
+"""Files with tests of many seconds, which start first: one that started last would leave the other workers idle."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Shuffle the files, and the tests within each: a file's tests stay together for the fixtures they share."""
     files: dict[Any, list[pytest.Item]] = {}
@@ -92,6 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         files.setdefault(item.path, []).append(item)
     groups, rng = list(files.values()), random.Random(SEED)
     rng.shuffle(groups)
+    groups.sort(key=lambda group: "/".join(group[0].path.parts[-2:]) not in LONG)
     for group in groups:
         rng.shuffle(group)
     items[:] = [item for group in groups for item in group]
