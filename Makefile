@@ -52,10 +52,12 @@ demo: $(PAPERS)
 
 # Bytecode is kept even where the environment says otherwise: rewriting the asserts of all tests takes seconds, in each
 # worker, and every process that a test starts would compile its modules again.
+# So are the kernels that torch.compile has g++ make, of which most machines forget those in /tmp when they restart.
 # Types are checked while the tests run: alone, the checker would leave all cores but one idle.
 test: style
 	$(TYPES) & types=$$!; \
-	MOESAIC_TEST_SEED=$(SEED) PYTHONDONTWRITEBYTECODE= $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal; \
+	MOESAIC_TEST_SEED=$(SEED) PYTHONDONTWRITEBYTECODE= TORCHINDUCTOR_CACHE_DIR="$(CURDIR)/.cache/inductor" \
+		$(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal; \
 	tests=$$?; wait $$types && exit $$tests
 
 lint: style
