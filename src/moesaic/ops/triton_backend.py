@@ -106,7 +106,7 @@ class TritonBackend(TorchBackend):
         if activation is None:
             return None
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.patch_ops import patch_route_mlp
+        from moesaic.ops.triton.mlp_ops import patch_route_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         tensors = x, *weights, choice.router
@@ -145,7 +145,7 @@ class TritonBackend(TorchBackend):
         if activation is None or _is_global(norm):
             return super().mlp(x, _with_gradients(routing, selection), experts, norm, spec)
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.patch_ops import patch_mlp
+        from moesaic.ops.triton.mlp_ops import patch_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         operands = patch_operands(x, routing, norm, spec, selection, weights)
