@@ -94,7 +94,7 @@ def topk_gates_backward_kernel(
     score = tl.load(at + e, mask=real, other=0)
     rank = ranks(at, score, e, number, BE, BJ)
     opened = real & (rank < keep)
-    total = score * 0.0  # NaN stays
+    total = tl.zeros_like(score)
     if HAS_GATE:
         total += tl.load(grad_gate + b * OPEN + place + rank, mask=opened, other=0)
     if HAS_DENSE:
