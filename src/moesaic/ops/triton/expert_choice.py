@@ -128,7 +128,7 @@ def scores_kernel(
         v = tl.load(x + base[:, None] + at[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + (e * A + a)[None, :] * C + c[:, None], mask=cm[:, None] & em[None, :], other=0)
         total_ = split_dot(v, w, total_, PIECES, ACC)
-    to = (split * rows + r)[:, None] * E + e[None, :]
+    to = (split.to(tl.int64) * rows + r)[:, None] * E + e[None, :]
     tl.store(out + to, total_, mask=live[:, None] & em[None, :])
 
 
@@ -185,8 +185,9 @@ def choose_kernel(
     live = n < N
     at = (b * N + n) * E + e
     score = tl.zeros((BN,), ACC)
+    step = (tl.zeros((), tl.int64) + B) * N * E  # of a split; B is no tensor where it is 1
     for part in range(S):
-        score += tl.load(split_scores + part * (B * N * E) + at, mask=live, other=0)
+        score += tl.load(split_scores + part * step + at, mask=live, other=0)
     if SAVE:
         tl.store(scores + at, score, mask=live)
     if GATE_KIND == 3:  # two passes over the scores of all experts: their largest, and the sum
@@ -194,13 +195,13 @@ def choose_kernel(
         for j in range(E):
             other = tl.zeros((BN,), ACC)
             for part in range(S):
-                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
+                other += tl.load(split_scores + part * step + at - e + j, mask=live, other=0)
             top_score = tl.maximum(top_score, other)
         total_ = tl.zeros((BN,), ACC)
         for j in range(E):
             other = tl.zeros((BN,), ACC)
             for part in range(S):
-                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
+                other += tl.load(split_scores + part * step + at - e + j, mask=live, other=0)
             total_ += tl.exp(other - top_score)
         score = tl.exp(score - top_score) / total_
     key = tl.where(score != score, float("inf"), score)
@@ -328,9 +329,10 @@ def score_backward_kernel(
 ):  # fmt: skip
     """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), added to base."""
     A: tl.constexpr = P * P
-    a = tl.program_id(0)
     # in reverse, because the rows written last may still be in the cache
-    r = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    a = A - 1 - program % A
+    r = program // A * BM + tl.arange(0, BM)
     e = tl.arange(0, BE)
     live = r < rows
     em = e < E
@@ -521,7 +523,7 @@ def scores_to_map_gradient(grad: Tensor, kernels: Tensor, base: Tensor | None, l
     constexprs = dims.constexprs()
     del constexprs["L"]
     BM = power_of_2(rows, 16, 32)
-    score_backward_kernel[(patch**2, ceil_div(rows, BM))](
+    score_backward_kernel[(patch**2 * ceil_div(rows, BM),)](
         grad, kernels, base, out, rows, C=C, N=dims.N, HAS_BASE=base is not None, PRECISION=_precision(like),
         ACC=tl_acc(grad.dtype), BM=BM, BC=power_of_2(C, 16, 128), BE=power_of_2(E, 16), **constexprs,
     )  # fmt: skip

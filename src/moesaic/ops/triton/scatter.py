@@ -136,15 +136,16 @@ def scatter_kernel(
     R: tl.constexpr = KS // 2
     S: tl.constexpr = P + 2 * R
     SIDE: tl.constexpr = 2 * NEIGHBOURS + 1
-    b = tl.program_id(1)
+    tiles: tl.constexpr = (HW + BP - 1) // BP
     blocks: tl.constexpr = (O + BO - 1) // BO
-    i = tl.program_id(0) * BP + tl.arange(0, BP)
+    b = tl.program_id(0) // tiles
+    i = tl.program_id(0) % tiles * BP + tl.arange(0, BP)
     live = i < HW
     n = i // A
     a = i % A
-    o = (tl.program_id(2) % blocks) * BO + tl.arange(0, BO)
+    o = (tl.program_id(1) % blocks) * BO + tl.arange(0, BO)
     om = o < O
-    lane = tl.program_id(2) // blocks
+    lane = tl.program_id(1) // blocks
     at = pixel_of_patch(b, n, a, P, GW, HW, W)
     if SUM_EXPERTS:
         first, last = 0, E
@@ -314,7 +315,7 @@ def scatter(
     folded = fold_patches(contributions, dims, ks, O) if ks > 1 and p > 1 else contributions
     rule = (power_of_2(HW, most=32), dividing_tile(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
     BP, BO, warps = tile("scatter", rule, HW, O, ks, p, E, dims.L, lanes, y.element_size())
-    scatter_kernel[(ceil_div(HW, BP), dims.B, lanes * ceil_div(O, BO))](
+    scatter_kernel[(ceil_div(HW, BP) * dims.B, lanes * ceil_div(O, BO))](
         folded, slots, gate, bias, background, unselected, y, own, dims.M, folded.stride(0), O=O, KS=ks, N=dims.N,
         NEIGHBOURS=0 if spec.isolated else ceil_div(ks // 2, p), SUM_EXPERTS=spec.sum_experts,
         HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_BACKGROUND=background is not None,
