@@ -145,7 +145,9 @@ def channel_conv_kernel(
     if RELU:
         acc = tl.where(acc < 0, 0.0, acc)  # NaN stays
     if POOL:
-        acc = tl.max(tl.reshape(acc, (BM // WINDOW, WINDOW, BN)), 1)
+        windows = tl.reshape(acc, (BM // WINDOW, WINDOW, BN))
+        any_nan = tl.max((windows != windows).to(tl.int32), 1) > 0  # which tl.max leaves out
+        acc = tl.where(any_nan, float("nan"), tl.max(windows, 1))
     q = row_tile * (BM // WINDOW) + tl.arange(0, BM // WINDOW)
     to = (b * results + q) * O
     tl.store(y + to[:, None] + o[None, :], acc.to(y.dtype.element_ty), mask=(q < results)[:, None] & om[None, :])
