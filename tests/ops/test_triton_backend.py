@@ -218,7 +218,7 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
 
 @pytest.mark.parametrize("on", TYPES)
 def test_experts_in_two_groups_give_the_same(monkeypatch, on):
-    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUPED", 0)
+    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUP_BYTES", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
 
@@ -227,7 +227,7 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
 def test_the_first_group_of_experts_is_freed_before_the_second(monkeypatch, on):
     chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
     experts = importlib.import_module("moesaic.ops.triton.patch_ops")
-    monkeypatch.setattr(chosen, "GROUPED", 0)
+    monkeypatch.setattr(chosen, "GROUP_BYTES", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []
     add, spread = chosen.InputBackward.add, experts.scatter_backward

@@ -8,7 +8,7 @@
 Maps are (B, C, H, W) in channels_last. Every gradient is an operator too.
 """
 
-# Nor is Triton there without a GPU, so that the types of what calls it are unknown.
+# Triton is installed on GPU machines alone, so a type checker does not know what its callers return.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 

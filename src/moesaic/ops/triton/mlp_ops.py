@@ -7,7 +7,7 @@ Arguments, layouts and the gradient of the gates are as in `moesaic.ops.triton.p
 are in `moesaic.ops.triton.mlp`.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportCallIssue=false

@@ -11,7 +11,7 @@ say which gradients are needed, come in the same structures, so that no gradient
 `RoutedMap` is what kernels work on.
 """
 
-# Triton is absent without a GPU, so its types are unknown to a type checker.
+# Triton is installed on GPU machines alone, so its types are unknown to a type checker.
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ nothing, and none is returned for the gates. Scores and gates used elsewhere, in
 from ``patch_route``; both add up.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportCallIssue=false
@@ -282,7 +282,7 @@ def _conv_forward(
 
 
 def _uses_pointwise(inputs: ConvInputs, options: PatchOptions) -> bool:
-    """Whether the kernels of `pointwise` run: 1×1 experts side by side with gates on their outputs.
+    """Whether the kernels of `pointwise_experts` run: 1×1 experts side by side with gates on their outputs.
 
     Not in float32, where cuBLAS multiplies faster.
     """
@@ -297,10 +297,10 @@ def _pointwise_backward(
     routed: RoutedMap, grad: Tensor, ungated: Tensor, inputs: ConvInputs, spec: ScatterSpec, need_input: bool,
     need_weight: bool,
 ) -> ConvInputs:  # fmt: skip
-    """The same where `_uses_pointwise` holds.
+    """What `patch_conv_backward` returns where `_uses_pointwise` holds.
 
     Where gates are a softmax over the selected patches, the gradient of scores is in extra columns of the rows
-    (see `pointwise`).
+    (see `pointwise_experts`).
     """
     weight, bias = inputs.weight, contiguous_or_none(inputs.bias)
     dims, taps, gate_dots, grad_scores = routed.dims, weight_to_taps(weight), None, None

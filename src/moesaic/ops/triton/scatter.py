@@ -14,7 +14,7 @@ up which selected patches reach it (``slots``), so every element is written once
     output_gate_backward_kernel    gradient of y → gradients of output gates, bias and 1×1 contributions
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -125,7 +125,7 @@ def scatter_kernel(
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BACKGROUND: tl.constexpr, HAS_UNSELECTED: tl.constexpr,
     SAVE: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM.
+    """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM_EXPERTS.
 
     folded (E, B·L, (p + ks - 1)², O), STEP from expert to expert: what selected patches add to the positions around
     them, up to NEIGHBOURS patches away; FLIP: in reverse order, as contributions of single pixels are. HAS_BACKGROUND:

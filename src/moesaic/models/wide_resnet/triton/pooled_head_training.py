@@ -4,7 +4,7 @@ Eager code runs it as one call, one plan and one node of autograd; running stati
 dispatcher is needed its operators are called one after the other.
 """
 
-# Nor is Triton there without a GPU, so that the types of what calls it are unknown.
+# Triton is installed on GPU machines alone, so a type checker does not know what its callers return.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false
 
