@@ -216,8 +216,15 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
     assert_near(mine, reference, dtype)
 
 
+def without_plans(monkeypatch, operator):
+    """An operator of which nothing is recorded: its Python code runs."""
+    monkeypatch.setattr(operator._implementation, "_plans", {})
+    monkeypatch.setattr(operator._implementation, "_recent", {})
+
+
 @pytest.mark.parametrize("on", TYPES)
 def test_experts_in_two_groups_give_the_same(monkeypatch, on):
+    without_plans(monkeypatch, importlib.import_module("moesaic.ops.triton.patch_ops").patch_conv_backward)
     monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUP_BYTES", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
@@ -227,6 +234,7 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
 def test_the_first_group_of_experts_is_freed_before_the_second(monkeypatch, on):
     chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
     experts = importlib.import_module("moesaic.ops.triton.patch_ops")
+    without_plans(monkeypatch, experts.patch_conv_backward)
     monkeypatch.setattr(chosen, "GROUP_BYTES", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []
