@@ -52,7 +52,7 @@ def _record_and_replay(self: LaunchPlans, key: Any, tensors: list[torch.Tensor],
     assert captured is not None, recorded.uncapturable
     arena, outputs = captured.allocate()
     for each in (arena, *outputs):
-        each.view(torch.uint8).fill_(0xFF) if each.is_contiguous() else each.fill_(float("nan"))
+        each.view(-1).view(torch.uint8).fill_(0xFF) if each.is_contiguous() else each.fill_(float("nan"))
     start_again()
     captured.work(tensors, arena, outputs, 0)
     replayed = plan.result(tensors, outputs)

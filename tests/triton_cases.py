@@ -16,7 +16,9 @@ from triton_interpreter import INTERPRETED
 from moesaic.ops import triton_backend
 
 __all__ = [
+    "CHANNEL_CONV_KERNELS",
     "CPU_TYPE",
+    "GATED_NORM_KERNELS",
     "GPU_TYPES",
     "INTERPRETED",
     "MLP_KERNELS",
@@ -58,8 +60,12 @@ PATCH_KERNELS = tuple(
     )
 )  # fmt: skip
 """Modules that a routed convolution runs through."""
-MLP_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("activation", "mlp", "pointwise_experts"))
+MLP_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("activation", "mlp", "mlp_ops", "pointwise_experts"))
 """Modules of expert MLPs and of 1×1 experts."""
+GATED_NORM_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("gated_norm", "channel_topk_gates", "norm"))
+"""Modules of channel gates in training."""
+CHANNEL_CONV_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("channel_conv", "open_channel_blocks"))
+"""Modules of channel gates in inference."""
 
 
 def run_anywhere(monkeypatch):

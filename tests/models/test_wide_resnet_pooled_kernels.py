@@ -254,7 +254,7 @@ def test_patches_too_large_to_unroll_give_the_same(case, on, monkeypatch):
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", [Case(), Case(p=1, L=6)], ids=str)
 def test_more_splits_of_sums_than_are_loaded_at_a_time_give_the_same(case, on, monkeypatch):
-    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.SPLITS_AT_ONCE", 2)
+    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.MAX_LOADED_SPLITS", 2)
     check(case, *on)
 
 

@@ -36,6 +36,8 @@ from triton_cases import (
     run_anywhere,
 )
 
+from moesaic.ops.triton.launch import PatchDims
+
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 
 
@@ -214,9 +216,16 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
     assert_near(mine, reference, dtype)
 
 
+def without_plans(monkeypatch, operator):
+    """An operator of which nothing is recorded: its Python code runs."""
+    monkeypatch.setattr(operator._implementation, "_plans", {})
+    monkeypatch.setattr(operator._implementation, "_recent", {})
+
+
 @pytest.mark.parametrize("on", TYPES)
 def test_experts_in_two_groups_give_the_same(monkeypatch, on):
-    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUPED", 0)
+    without_plans(monkeypatch, importlib.import_module("moesaic.ops.triton.patch_ops").patch_conv_backward)
+    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUP_BYTES", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
 
@@ -225,7 +234,8 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
 def test_the_first_group_of_experts_is_freed_before_the_second(monkeypatch, on):
     chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
     experts = importlib.import_module("moesaic.ops.triton.patch_ops")
-    monkeypatch.setattr(chosen, "GROUPED", 0)
+    without_plans(monkeypatch, experts.patch_conv_backward)
+    monkeypatch.setattr(chosen, "GROUP_BYTES", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []
     add, spread = chosen.InputBackward.add, experts.scatter_backward
@@ -350,3 +360,36 @@ def test_the_same_input_gives_the_same_bits(on):
     index, leaves = make(case, *on)
     first, again = (run(TritonBackend(), "conv", case, index, leaves, on[1]) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_large_batches_stay_within_the_sizes_of_a_grid(monkeypatch, on):
+    """Only the first axis of a grid may have more than 65535 programs."""
+    device, dtype = on
+    grids: dict[str, tuple[int, ...]] = {}
+
+    class Launches:
+        def __init__(self, name):
+            self.name = name
+
+        def __getitem__(self, grid):
+            grids[self.name] = grid
+            return lambda *arguments, **constants: None
+
+    scatter = importlib.import_module("moesaic.ops.triton.scatter")
+    choice = importlib.import_module("moesaic.ops.triton.expert_choice")
+    monkeypatch.setattr(scatter, "scatter_kernel", Launches("scatter"))
+    monkeypatch.setattr(choice, "score_backward_kernel", Launches("scores"))
+    B = 1 << 20
+    dims = PatchDims(B, 2, 2, 1, 1, 1, 1)
+    rows = torch.zeros(1, dims.M, 1, device=device, dtype=dtype)
+    slots = torch.zeros(B, 1, 4, device=device, dtype=torch.int32)
+    scatter.scatter(rows, dims, slots, None, None, scatter.ScatterSpec(1, False, False))
+    maps, kernels = (
+        torch.zeros(B, 2, 2, 1, device=device, dtype=dtype),
+        torch.zeros(1, 1, 1, device=device, dtype=dtype),
+    )
+    choice.scores_to_map_gradient(torch.zeros(B, 4, 1, device=device, dtype=dtype), kernels, None, maps, 1)
+    assert set(grids) == {"scatter", "scores"}
+    for name, grid in grids.items():
+        assert all(programs <= 65535 for programs in grid[1:]), name

@@ -13,7 +13,17 @@ from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import INTERPRETED, ONE_TYPE, TYPES, Named, assert_captured, assert_near, numbers, poison
+from triton_cases import (
+    CHANNEL_CONV_KERNELS,
+    INTERPRETED,
+    ONE_TYPE,
+    TYPES,
+    Named,
+    assert_captured,
+    assert_near,
+    numbers,
+    poison,
+)
 
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
@@ -26,12 +36,10 @@ from moesaic.ops.triton.open_channel_blocks import list_open_blocks
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.frozen_channel_gates import FrozenHeads
 
-KERNELS = ("moesaic.ops.triton.channel_conv", "moesaic.ops.triton.open_channel_blocks")
-
 
 @pytest.fixture(autouse=True)
 def unwritten_memory_shows(monkeypatch):
-    poison(monkeypatch, *KERNELS)
+    poison(monkeypatch, *CHANNEL_CONV_KERNELS)
     monkeypatch.setattr(kernels, "_precision", lambda: "ieee")
 
 
@@ -168,6 +176,18 @@ def test_an_image_has_the_same_output_whatever_its_batch(place):
     together = channel_conv(x, blocked, gating, lists, Epilogue())
     alone = OpenBlockLists(*(each[1:2] for each in lists))
     assert_near([channel_conv(x[1:2], blocked, gating, alone, Epilogue())], [together[1:2]], dtype)
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+def test_pooling_keeps_what_is_not_a_number_as_torch_does(place):
+    device, dtype = place
+    x = numbers(2, 4, 4, 6, seed=0, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    x[0, 1, 3, 2] = torch.nan
+    weight = numbers(16, 4, 1, 1, seed=1, device=device, dtype=dtype)
+    conv = ChannelConv(weight, torch.zeros_like(weight[:, 0, 0, 0]), None, 1, 0, "identity", 1, 1)
+    blocked = BlockedConv.of(conv, dtype, gated_input=False, gated_output=False)
+    found = channel_conv(x, blocked, Gating(None, None, write_closed=True), None, Epilogue(relu=True, pool=True))
+    assert torch.equal(found.isnan(), F.max_pool2d(F.conv2d(x, weight).relu(), 2).isnan())
 
 
 @pytest.mark.parametrize("place", ONE_TYPE)

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
+    GATED_NORM_KERNELS,
     INTERPRETED,
     ONE_TYPE,
     TYPES,
@@ -38,17 +39,15 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.ops.dispatch import explain_backend
-from moesaic.ops.triton.channel_ops import gated_map_norm, gated_norm
+from moesaic.ops.triton.channel_ops import gated_map_norm, gated_norm, topk_gates
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.joint_channel_gates import route_channels
-
-KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("gated_norm", "topk_gates", "norm"))
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     run_anywhere(monkeypatch)
-    poison(monkeypatch, *KERNELS)
+    poison(monkeypatch, *GATED_NORM_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -257,6 +256,47 @@ def test_one_kernel_makes_the_gates_that_the_heads_make_alone(options, noise, us
         torch.testing.assert_close(mine, right, **tight)
     for mine, right in zip(chosen, expected_chosen, strict=True):
         assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+def test_heads_that_were_evaluated_in_inference_mode_can_be_trained(place):
+    device, dtype = place
+    heads = [ChannelGate(5, blocks, mode="topk", keep=3).to(device, dtype) for blocks in (9, 11)]
+    embedding = numbers(4, 5, seed=3, device=device, dtype=dtype)
+    with torch.inference_mode():
+        route_channels([head.eval() for head in heads], embedding, dtype)
+    sum(each.weights.sum() for each in route_channels([head.train() for head in heads], embedding, dtype)).backward()
+    assert all(head.weight.grad is not None for head in heads)
+
+
+def topk_of(scores: Tensor, keep: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Index, gates and dense gates of one layer."""
+    blocks = scores.shape[1]
+    layers = torch.tensor([[0, blocks, keep, 0]], dtype=torch.int32, device=scores.device)
+    return topk_gates(scores, layers, (blocks, blocks, keep))
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+def test_infinite_scores_have_the_gradients_that_softplus_gives_them(place):
+    device, dtype = place
+    scores = torch.tensor([[torch.inf, 0.5, -torch.inf]], device=device, dtype=dtype, requires_grad=True)
+    _, _, dense = topk_of(scores, 3)
+    (found,) = torch.autograd.grad(dense, scores, torch.ones_like(dense))
+    expected = torch.autograd.grad(F.softplus(scores).sum(), scores)[0]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("place", ONE_TYPE)
+def test_scores_may_have_any_strides(place):
+    device, dtype = place
+    scores = numbers(6, 4, seed=0, device=device, dtype=dtype).T.requires_grad_()
+    compact = scores.detach().contiguous().requires_grad_()
+    found, expected = topk_of(scores, 2), topk_of(compact, 2)
+    for mine, right in zip(found, expected, strict=True):
+        assert torch.equal(mine, right)
+    mine, right = (torch.autograd.grad(each[2].square().sum(), leaf)[0] for each, leaf in
+                   ((found, scores), (expected, compact)))  # fmt: skip
+    assert torch.equal(mine, right)
 
 
 @pytest.mark.parametrize("place", ONE_TYPE)

@@ -49,10 +49,10 @@ _INSTALLED = find_spec("triton") is not None
 GATE_KINDS: dict[ExpertGate, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2, "softmax_experts": 3}
 """Codes of `ExpertChoice`'s gates in kernels."""
 _MAX_PATCHES = 1024
-"""Patches of an image, which one program ranks against each other."""
-_CAPABILITY = (8, 0)
+"""Patches of an image, at most: one program ranks all of them."""
+_MIN_CAPABILITY = (8, 0)
 _capable: dict[torch.device, bool] = {}
-"""Whether a device has the compute capability; torch looks it up anew each time."""
+"""Whether a device has that compute capability: torch's own lookup takes longer than a small kernel."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -87,13 +87,13 @@ class TritonBackend(TorchBackend):
 
     @staticmethod
     def can_choose(x: Tensor, choice: PatchChoice) -> bool:
-        """Whether kernels make such a choice of a map."""
+        """Whether the kernels support such a choice on a map."""
         p = choice.router.shape[2]
         units = (x.shape[2] // p) * (x.shape[3] // p)
         return kernel_refusal(x) is None and choice.patches <= units <= _MAX_PATCHES
 
     def chosen_conv(self, x: Tensor, choice: PatchChoice, experts: ConvWeights, spec: PatchSpec) -> Tensor:
-        """What ``choose`` and ``conv`` compute, as one operator, where kernels `can_choose`."""
+        """The output of ``conv`` on the choice of ``choose``, by one operator, where `can_choose` holds."""
         from moesaic.ops.triton.patch_ops import patch_route_conv
 
         tensors = x, experts.weight, experts.bias, choice.router
@@ -101,12 +101,12 @@ class TritonBackend(TorchBackend):
         return patch_route_conv(*tensors, choice.patches, patch_options(spec, choice.gate, save))[0]
 
     def chosen_mlp(self, x: Tensor, choice: PatchChoice, experts: MLPWeights, spec: PatchSpec) -> Tensor | None:
-        """What ``choose`` and ``mlp`` compute, likewise; None where the kernels do not know the activation."""
+        """The output of ``mlp`` on the choice of ``choose``; None for activations that the kernels do not have."""
         activation = _activation_name(experts.activation)
         if activation is None:
             return None
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.patch_ops import patch_route_mlp
+        from moesaic.ops.triton.mlp_ops import patch_route_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         tensors = x, *weights, choice.router
@@ -145,7 +145,7 @@ class TritonBackend(TorchBackend):
         if activation is None or _is_global(norm):
             return super().mlp(x, _with_gradients(routing, selection), experts, norm, spec)
         from moesaic.ops.triton.activation import ACTIVATIONS
-        from moesaic.ops.triton.patch_ops import patch_mlp
+        from moesaic.ops.triton.mlp_ops import patch_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         operands = patch_operands(x, routing, norm, spec, selection, weights)
@@ -300,7 +300,7 @@ def kernel_refusal(x: Tensor) -> str | None:
     if x.dtype not in _DTYPES:
         return f"the map is {x.dtype}; its kernels are for bfloat16, float16 and float32"
     if not _is_capable(x.device):
-        return f"the device's compute capability is below {_CAPABILITY[0]}.{_CAPABILITY[1]}"
+        return f"the device's compute capability is below {_MIN_CAPABILITY[0]}.{_MIN_CAPABILITY[1]}"
     if x.shape[0] == 0:
         return "the batch is empty"
     if torch.onnx.is_in_onnx_export():
@@ -310,10 +310,10 @@ def kernel_refusal(x: Tensor) -> str | None:
 
 def _is_capable(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
-        return torch.cuda.get_device_capability(device) >= _CAPABILITY
+        return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
     found = _capable.get(device)
     if found is None:
-        found = _capable[device] = torch.cuda.get_device_capability(device) >= _CAPABILITY
+        found = _capable[device] = torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
     return found
 
 

@@ -77,7 +77,7 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
 
 
 def _trained_at_once(layer: PatchMoE, x: Tensor, output_norm: Norm) -> Tensor | None:
-    """The means, with expert choice and statistics in one operator; None where that cannot be."""
+    """The means by one operator with expert choice and statistics; None where the kernels do not support that."""
     experts, spec = layer.experts, layer.spec
     assert isinstance(experts, ConvExperts)
     if not (output_norm.training and torch.is_grad_enabled() and is_plain_eager(x) and kernels_available(x)):
@@ -116,7 +116,7 @@ def kernels_fit(x: Tensor, routing: Routing, weights: ConvWeights, spec: PatchSp
 
 
 def _covers(x: Tensor, patches: int, weights: ConvWeights, spec: PatchSpec) -> bool:
-    """The same for so many patches of each expert."""
+    """Whether the patches of an expert, with their halo, cover no more than the map, and kernels compute the rest."""
     B, _, H, W = x.shape
     if spec.combine == "sum" or B * H * W == 1:
         return False

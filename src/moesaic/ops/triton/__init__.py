@@ -33,9 +33,16 @@ background map.
     activation            of expert MLPs, with the bias
     mlp                   matmuls of expert MLPs
     patch_backward        backward pass through the matmuls to map, gates, router, norm and weights
-    patch_ops             all of it as torch operators with gradients
+    patch_ops             expert choice and convolutions as torch operators with gradients
+    mlp_ops               expert MLPs as torch operators with gradients
 
-Channel gates, for inference alone (`moesaic.models.deepmoe.frozen_gpu`); their files say how tensors are laid out:
+Channel gates; their files say how tensors are laid out. In training:
+
+    channel_topk_gates    scores → top-k gates of all layers, and the gradient
+    gated_norm            BatchNorm, gate and ReLU of a map, and the gradient
+    channel_ops           both as torch operators with gradients
+
+In inference (`moesaic.models.deepmoe.frozen_gpu`):
 
     open_channel_blocks   scores → lists of the open blocks of all layers
     channel_conv          convolution of the open blocks of each image

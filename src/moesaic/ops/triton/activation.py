@@ -4,17 +4,17 @@
 
 Layouts: before, after and gradients (E, M, J); bias (E, J).
 
-    activated        the activation of a number, inside any kernel
-    slope            its derivative
-    activate         activation(hidden + bias), one pass
-    activate_backward    gradient before the activation, and the bias's, one pass
+    apply_activation            the activation, inside any kernel
+    activation_grad             its derivative, likewise
+    activate_kernel             before → after
+    activate_backward_kernel    gradient of after → gradients of before and of the bias, in splits
 
 Gelu is F.gelu's, v·Φ(v). For 16-bit numbers Φ comes from the tail Q(u) = Φ(−u) of u = |v|, whose logarithm is all but a
 parabola: Q(u) = 2^P(u), P of degree 7, off by less than 10⁻⁵ of Q up to u = 6.5, where Q is 4·10⁻¹¹, and falling from
 there on. That is a third of the arithmetic of erf, which matters inside a matmul.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 

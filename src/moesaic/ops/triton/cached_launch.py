@@ -6,7 +6,7 @@ in a dictionary instead. The key has all that Triton specialises on: dtype and a
 everything else.
 """
 
-# Triton is absent without a GPU, so its types are unknown to a type checker.
+# Triton is installed on GPU machines alone, so its types are unknown to a type checker.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moesaic.ops.plan_cache import bypass_plans_if, plan_on
 
 __all__ = ["CachedKernel", "InterpretedKernel", "cached_launch"]
 
-_MOST = 1 << 14
+_MAX_LAUNCHES = 1 << 14
 """Launches that are remembered per kernel; sizes that change all the time must not fill the memory."""
 
 _runtime: Any = triton.knobs.runtime
@@ -75,7 +75,7 @@ class CachedKernel:
                 return self._launch(grid, *arguments, **constants)
         key += (device, *constants, *constants.values())
         launch = self._launches.get(found := tuple(key))
-        if launch is None or _is_watched():
+        if launch is None or _has_launch_hooks():
             launch = self._first_launch(found, grid, arguments, constants)
         else:
             run, function, metadata, last = launch
@@ -95,7 +95,7 @@ class CachedKernel:
         """Launches by Triton, which compiles the kernel if need be, and remembers what it has found."""
         compiled = self.jitted[grid](*arguments, **constants)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled  # was compiled in another thread
-        if len(self._launches) >= _MOST:
+        if len(self._launches) >= _MAX_LAUNCHES:
             self._launches.clear()
         parameters = list(self.jitted.signature.parameters.values())[len(arguments) :]
         last = tuple(constants.get(each.name, each.default) for each in parameters)
@@ -149,12 +149,12 @@ def _replay(grid: tuple[int, ...], placed: list[Any], launch: tuple[Any, ...]) -
     return replay
 
 
-def _is_watched() -> bool:
-    """Whether a profiler hooks into launches."""
+def _has_launch_hooks() -> bool:
+    """Whether a profiler has hooks on launches."""
     return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
 
 
-bypass_plans_if(_is_watched)
+bypass_plans_if(_has_launch_hooks)
 if _runtime.interpret:
     plan_on("cpu")
 

@@ -16,7 +16,7 @@ them opens: with a quarter open, four images open two thirds, and the loop, whic
 times as long. A 2×2 map fills 4 of the 16 rows that tensor cores take, but it is bound by reading weights, not by them.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -42,7 +42,7 @@ from moesaic.ops.channel.gpu_conv_operands import (
 )
 from moesaic.ops.tile_sizes import Tile, tile
 from moesaic.ops.triton.cached_launch import cached_launch
-from moesaic.ops.triton.launch import INTERPRETED, PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc
+from moesaic.ops.triton.launch import INTERPRETED, TARGET_PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc
 
 __all__ = ["channel_conv"]
 
@@ -145,7 +145,9 @@ def channel_conv_kernel(
     if RELU:
         acc = tl.where(acc < 0, 0.0, acc)  # NaN stays
     if POOL:
-        acc = tl.max(tl.reshape(acc, (BM // WINDOW, WINDOW, BN)), 1)
+        windows = tl.reshape(acc, (BM // WINDOW, WINDOW, BN))
+        any_nan = tl.max((windows != windows).to(tl.int32), 1) > 0  # which tl.max leaves out
+        acc = tl.where(any_nan, float("nan"), tl.max(windows, 1))
     q = row_tile * (BM // WINDOW) + tl.arange(0, BM // WINDOW)
     to = (b * results + q) * O
     tl.store(y + to[:, None] + o[None, :], acc.to(y.dtype.element_ty), mask=(q < results)[:, None] & om[None, :])
@@ -284,7 +286,7 @@ def _tile(batch: int, rows: int, columns: int, depth: int, block: int, itemsize:
     """Sides of a tile in pixels, output and input channels; warps, pipeline stages."""
     BM, BN = power_of_2(rows, least=16, most=128), power_of_2(columns, least=16, most=64)
     # few images: smaller tiles, until every multiprocessor has one
-    while batch * ceil_div(rows, BM) * ceil_div(columns, BN) < PROGRAMS // 4 and max(BM, BN) > 16:
+    while batch * ceil_div(rows, BM) * ceil_div(columns, BN) < TARGET_PROGRAMS // 4 and max(BM, BN) > 16:
         BM, BN = (BM // 2, BN) if BM >= BN else (BM, BN // 2)
     most = 64 if itemsize <= 2 else 32
     # part of a block where that is enough for tensor cores, else several blocks

@@ -8,7 +8,7 @@
 Maps are (B, C, H, W) in channels_last. Every gradient is an operator too.
 """
 
-# Nor is Triton there without a GPU, so that the types of what calls it are unknown.
+# Triton is installed on GPU machines alone, so a type checker does not know what its callers return.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
@@ -146,7 +146,7 @@ gated_map_norm.register_autograd(_gated_map_norm_backward, setup_context=_gated_
 @direct_operator("moesaic::topk_gates")
 def topk_gates(scores: Tensor, layers: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Index and gate of the open blocks and the gates of all; ``sizes``: blocks, most of a layer, open ones."""
-    return gate_kernels.topk_gates(scores, layers, *sizes)
+    return gate_kernels.topk_gates(scores.contiguous(), layers, *sizes)
 
 
 @topk_gates.register_fake
@@ -162,26 +162,28 @@ def topk_gates_backward(
 ) -> Tensor:
     """The gradient of scores."""
     grad_gate, grad_dense = (None if each is None else each.contiguous() for each in (grad_gate, grad_dense))
-    return gate_kernels.topk_gates_backward(grad_gate, grad_dense, scores, layers, *sizes)
+    return gate_kernels.topk_gates_backward(grad_gate, grad_dense, scores.contiguous(), layers, *sizes)
 
 
 @topk_gates_backward.register_fake
 def _(grad_gate, grad_dense, scores, layers, sizes):
-    return torch.empty_like(scores)
+    return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
 def _topk_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    scores, layers, ctx.sizes = inputs
+    scores, ctx.layers, ctx.sizes = (
+        inputs  # the table of layers is cached, perhaps since inference mode: not to be saved
+    )
     ctx.mark_non_differentiable(output[0])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(scores, layers)
+    ctx.save_for_backward(scores)
 
 
 def _topk_backward(ctx: Any, _: None, grad_gate: Tensor | None, grad_dense: Tensor | None) -> Any:
     if grad_gate is None and grad_dense is None:
         return None, None, None
-    scores, layers = ctx.saved_tensors
-    return topk_gates_backward(grad_gate, grad_dense, scores, layers, ctx.sizes), None, None
+    (scores,) = ctx.saved_tensors
+    return topk_gates_backward(grad_gate, grad_dense, scores, ctx.layers, ctx.sizes), None, None
 
 
 topk_gates.register_autograd(_topk_backward, setup_context=_topk_setup)

@@ -11,7 +11,7 @@ score first; dense (B, blocks). A program ranks the blocks of one layer of one i
     topk_gates_backward_kernel  gradients of gate and dense → gradient of scores
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -23,20 +23,18 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.triton.cached_launch import cached_launch
-from moesaic.ops.triton.launch import num_warps, power_of_2
-from moesaic.ops.triton.open_channel_blocks import softplus
+from moesaic.ops.triton.launch import power_of_2
+from moesaic.ops.triton.open_channel_blocks import ranking_tile, softplus
 
 __all__ = ["topk_gates", "topk_gates_backward"]
 
-_COMPARED = 32
-"""Blocks that all others are compared with at a time."""
-_LINEAR = tl.constexpr(20.0)
+_SOFTPLUS_THRESHOLD = tl.constexpr(20.0)
 """Above this score `torch.nn.functional.softplus` is the score itself."""
 
 
 @triton.jit
 def ranks(at, key, e, number, BE: tl.constexpr, BJ: tl.constexpr):
-    """How many blocks come before each; NaN is the highest score, as in a sort."""
+    """How many blocks come before each; NaN is the highest score, as in torch.topk."""
     rank = tl.zeros((BE,), tl.int32)
     for j0 in range(0, BE, BJ):
         j = j0 + tl.arange(0, BJ)
@@ -68,7 +66,7 @@ def topk_gates_kernel(
     score = tl.load(at + e, mask=real, other=0)
     rank = ranks(at, score, e, number, BE, BJ)
     opened = real & (rank < keep)
-    value = tl.where(score > _LINEAR, score, softplus(score))
+    value = tl.where(score > _SOFTPLUS_THRESHOLD, score, softplus(score))
     to = b * OPEN + place + rank
     tl.store(index + to, e.to(tl.int64), mask=opened)
     tl.store(gate + to, value, mask=opened)
@@ -81,7 +79,7 @@ def topk_gates_backward_kernel(
     grad_gate, grad_dense, scores, layers, out, STEP, BLOCKS, OPEN, LAYERS,
     HAS_GATE: tl.constexpr, HAS_DENSE: tl.constexpr, BE: tl.constexpr, BJ: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """The same blocks; the last layer's program writes zeros to the columns of padding as well."""
+    """The blocks of one layer of one image; the last layer's program also writes zeros to the columns of padding."""
     b = tl.program_id(0).to(tl.int64)
     layer = layers + tl.program_id(1) * 4
     start = tl.load(layer)
@@ -94,12 +92,12 @@ def topk_gates_backward_kernel(
     score = tl.load(at + e, mask=real, other=0)
     rank = ranks(at, score, e, number, BE, BJ)
     opened = real & (rank < keep)
-    total = score * 0.0  # NaN stays
+    total = tl.zeros_like(score)
     if HAS_GATE:
         total += tl.load(grad_gate + b * OPEN + place + rank, mask=opened, other=0)
     if HAS_DENSE:
         total += tl.load(grad_dense + b * BLOCKS + start + e, mask=opened, other=0)
-    slope = tl.where(score > _LINEAR, 1.0, 1.0 / (1.0 + tl.exp(-score)))
+    slope = tl.where(score > _SOFTPLUS_THRESHOLD, 1.0, 1.0 / (1.0 + tl.exp(-score)))
     tl.store(out + b * STEP + start + e, tl.where(opened, total * slope, 0.0), mask=real)
     if tl.program_id(1) == LAYERS - 1:
         x = BLOCKS + tl.arange(0, BX)
@@ -120,10 +118,8 @@ def topk_gates(scores: Tensor, layers: Tensor, blocks: int, most: int, opened: i
     index = torch.empty(B, opened, dtype=torch.int64, device=scores.device)
     gate = torch.empty(B, opened, dtype=scores.dtype, device=scores.device)
     dense = torch.empty(B, blocks, dtype=scores.dtype, device=scores.device)
-    side = power_of_2(most)
     topk_gates_kernel[(B, len(layers))](
-        scores, layers, index, gate, dense, scores.shape[1], blocks, opened, BE=side, BJ=min(side, _COMPARED),
-        **num_warps(1 if side <= _COMPARED else 4),
+        scores, layers, index, gate, dense, scores.shape[1], blocks, opened, **ranking_tile(most),
     )  # fmt: skip
     return index, gate, dense
 
@@ -134,10 +130,9 @@ def topk_gates_backward(
 ) -> Tensor:  # fmt: skip
     """The gradient of scores, from those of gate and dense."""
     out = torch.empty_like(scores)
-    side, padding = power_of_2(most), scores.shape[1] - blocks
     topk_gates_backward_kernel[(scores.shape[0], len(layers))](
         grad_gate, grad_dense, scores, layers, out, scores.shape[1], blocks, opened, len(layers),
-        HAS_GATE=grad_gate is not None, HAS_DENSE=grad_dense is not None, BE=side, BJ=min(side, _COMPARED),
-        BX=power_of_2(padding), **num_warps(1 if side <= _COMPARED else 4),
+        HAS_GATE=grad_gate is not None, HAS_DENSE=grad_dense is not None, BX=power_of_2(scores.shape[1] - blocks),
+        **ranking_tile(most),
     )  # fmt: skip
     return out

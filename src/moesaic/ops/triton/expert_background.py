@@ -13,7 +13,7 @@ the same patch.
     tap_gradient_kernel       that → gradient of tap_outputs
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 

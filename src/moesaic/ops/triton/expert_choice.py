@@ -23,7 +23,7 @@ are, float32 weights as three bfloat16 pieces, and everything is accumulated in 
 float32.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -64,9 +64,9 @@ __all__ = [
 ]
 
 _MAX_SPLITS = 16
-"""Splits in which a patch's score is summed."""
-_FEW_PATCHES = 128
-"""Patches that one program compares with each other at once."""
+"""Splits in which a patch's score is summed, at most: they are workspace, and `choose_kernel` reads all of them."""
+_MAX_ROUTE_PATCHES = 128
+"""Patches of an image up to which one program scores and ranks all of them (`route_kernel`)."""
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def scores_kernel(
     W: tl.constexpr, PIXELS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Out (splits, B·N, E). kernels: (E, p², C). PIECES: see `times`."""
+    """Out (splits, B·N, E). kernels: (E, p², C). PIECES: see `split_dot`."""
     A: tl.constexpr = P * P
     blocks: tl.constexpr = (C + BC - 1) // BC
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -119,7 +119,7 @@ def scores_kernel(
     em = e < E
     n = r % N
     base = ((r // N) * HW + (n // GW) * P * W + (n % GW) * P).to(tl.int64) * C
-    total_ = tl.zeros((BM, BE), ACC)
+    total = tl.zeros((BM, BE), ACC)
     for i in range(PIXELS * blocks):
         a = split * PIXELS + i // blocks
         c = (i % blocks) * BC + tl.arange(0, BC)
@@ -127,9 +127,9 @@ def scores_kernel(
         at = ((a // P) * W + a % P) * C + c
         v = tl.load(x + base[:, None] + at[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + (e * A + a)[None, :] * C + c[:, None], mask=cm[:, None] & em[None, :], other=0)
-        total_ = split_dot(v, w, total_, PIECES, ACC)
-    to = (split * rows + r)[:, None] * E + e[None, :]
-    tl.store(out + to, total_, mask=live[:, None] & em[None, :])
+        total = split_dot(v, w, total, PIECES, ACC)
+    to = (split.to(tl.int64) * rows + r)[:, None] * E + e[None, :]
+    tl.store(out + to, total, mask=live[:, None] & em[None, :])
 
 
 @cached_launch
@@ -145,20 +145,20 @@ def route_kernel(
     live = n < N
     j = tl.arange(0, BE)
     jm = j < E
-    total_ = tl.zeros((BN, BE), ACC)
+    total = tl.zeros((BN, BE), ACC)
     for c0 in range(0, C, BC):
         c = c0 + tl.arange(0, BC)
         cm = c < C
         v = tl.load(x + (b * N + n)[:, None].to(tl.int64) * C + c[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + j[None, :] * C + c[:, None], mask=cm[:, None] & jm[None, :], other=0)
-        total_ = split_dot(v, w, total_, PIECES, ACC)
-    tl.store(scores + (b * N + n)[:, None] * E + j[None, :], total_, mask=live[:, None] & jm[None, :])
+        total = split_dot(v, w, total, PIECES, ACC)
+    tl.store(scores + (b * N + n)[:, None] * E + j[None, :], total, mask=live[:, None] & jm[None, :])
     if GATE_KIND == 3:
-        total_ = tl.where(jm[None, :], total_, float("-inf"))
-        total_ = tl.exp(total_ - tl.max(total_, 1)[:, None])
-        total_ = total_ / tl.sum(total_, 1)[:, None]
+        total = tl.where(jm[None, :], total, float("-inf"))
+        total = tl.exp(total - tl.max(total, 1)[:, None])
+        total = total / tl.sum(total, 1)[:, None]
     for e in tl.static_range(E):
-        score = tl.sum(tl.where((j == e)[None, :], total_, 0.0), 1)
+        score = tl.sum(tl.where((j == e)[None, :], total, 0.0), 1)
         key = tl.where(live, tl.where(score != score, float("inf"), score), float("-inf"))
         before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (n[None, :] < n[:, None]))
         place = tl.sum((before & live[None, :]).to(tl.int32), 1)
@@ -185,8 +185,9 @@ def choose_kernel(
     live = n < N
     at = (b * N + n) * E + e
     score = tl.zeros((BN,), ACC)
+    step = (tl.zeros((), tl.int64) + B) * N * E  # of a split; B is no tensor where it is 1
     for part in range(S):
-        score += tl.load(split_scores + part * (B * N * E) + at, mask=live, other=0)
+        score += tl.load(split_scores + part * step + at, mask=live, other=0)
     if SAVE:
         tl.store(scores + at, score, mask=live)
     if GATE_KIND == 3:  # two passes over the scores of all experts: their largest, and the sum
@@ -194,15 +195,15 @@ def choose_kernel(
         for j in range(E):
             other = tl.zeros((BN,), ACC)
             for part in range(S):
-                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
+                other += tl.load(split_scores + part * step + at - e + j, mask=live, other=0)
             top_score = tl.maximum(top_score, other)
-        total_ = tl.zeros((BN,), ACC)
+        total = tl.zeros((BN,), ACC)
         for j in range(E):
             other = tl.zeros((BN,), ACC)
             for part in range(S):
-                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
-            total_ += tl.exp(other - top_score)
-        score = tl.exp(score - top_score) / total_
+                other += tl.load(split_scores + part * step + at - e + j, mask=live, other=0)
+            total += tl.exp(other - top_score)
+        score = tl.exp(score - top_score) / total
     key = tl.where(score != score, float("inf"), score)
     slot = tl.full((BN,), -1, tl.int32)
     for l in range(L):
@@ -253,7 +254,8 @@ def gate_backward_kernel(
 ):  # fmt: skip
     """``gate_dots`` (B, E, L, A), summed over A, are the gradient of gates. out: (B, N, E) if DENSE, else (B, E, L).
 
-    ROUTER_COLUMNS: the last columns of rows (E, M, STEP) get it too, in the column of the row's pixel; see `pointwise`.
+    ROUTER_COLUMNS: it is also written to the last columns of rows (E, M, STEP), to the column of a row's pixel of the
+    patch; see `pointwise_experts`.
     """
     b = tl.program_id(0)
     e = tl.program_id(1)
@@ -328,9 +330,10 @@ def score_backward_kernel(
 ):  # fmt: skip
     """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), added to base."""
     A: tl.constexpr = P * P
-    a = tl.program_id(0)
     # in reverse, because the rows written last may still be in the cache
-    r = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    a = A - 1 - program % A
+    r = program // A * BM + tl.arange(0, BM)
     e = tl.arange(0, BE)
     live = r < rows
     em = e < E
@@ -431,7 +434,7 @@ def choose_patches(
     index = torch.empty(B, E, patches, dtype=torch.int64, device=x.device)
     gate = torch.empty(B, E, patches, dtype=acc_type, device=x.device)
     slots = torch.empty(B, E, dims.N, dtype=torch.int32, device=x.device)
-    if pixels == 1 and E <= BE and BN <= _FEW_PATCHES:
+    if pixels == 1 and E <= BE and BN <= _MAX_ROUTE_PATCHES:
         scores = torch.empty(B, dims.N, E, dtype=acc_type, device=x.device)
         BC, warps, stages = tile("route", (64, 4, 4), dims.N, C, E, x.element_size())
         BC = min(BC, power_of_2(C, 16))
@@ -490,7 +493,7 @@ def score_gradient(
 ) -> Tensor:
     """Gradient of scores (B, N, E), or unless ``dense`` of selected patches (B, E, L), from gate_dots (B, E, L, …).
 
-    The latter is written into the last ``router_columns`` columns of ``rows`` (E, M, …) as well; see `pointwise`.
+    The latter is also written into the last ``router_columns`` columns of ``rows`` (E, M, …); see `pointwise_experts`.
     """
     B, E, L = gate.shape
     N = slots.shape[2]
@@ -521,7 +524,7 @@ def scores_to_map_gradient(grad: Tensor, kernels: Tensor, base: Tensor | None, l
     constexprs = dims.constexprs()
     del constexprs["L"]
     BM = power_of_2(rows, 16, 32)
-    score_backward_kernel[(patch**2, ceil_div(rows, BM))](
+    score_backward_kernel[(patch**2 * ceil_div(rows, BM),)](
         grad, kernels, base, out, rows, C=C, N=dims.N, HAS_BASE=base is not None, PRECISION=_precision(like),
         ACC=tl_acc(grad.dtype), BM=BM, BC=power_of_2(C, 16, 128), BE=power_of_2(E, 16), **constexprs,
     )  # fmt: skip

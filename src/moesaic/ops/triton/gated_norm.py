@@ -1,4 +1,4 @@
-"""BatchNorm, gate and ReLU of a map in training, in as few passes over memory as there are dependencies.
+"""BatchNorm, gate and ReLU of a map in training: two reads of the map forward, two backward.
 
     z = (x − mean)·scale + bias, scale = weight / √(var + eps);   u = gate·z;   y = ReLU(u) or u
 
@@ -7,9 +7,9 @@
     grad_bias = Σ_b gate·A,  grad_weight = Σ_b gate·D / √(var + eps)
     grad_x = grad_y·[u > 0]·gate·scale + offset + slope·(x − mean), the last two through mean and var in training
 
-Without ReLU [u > 0] is 1. The map is read once for its moments, once for y, and twice in the backward pass; nothing but
-x is kept for that. Where a gate is 0 neither x nor grad_y is read for what is then 0. Layouts: x, y and gradients
-(B, H·W, C); gate (B, E), rows STEP apart, block E of BLOCK channels each; norm tensors (C,).
+Without ReLU [u > 0] is 1. The map is read once for its moments and once for y; only x is saved, and the backward pass
+reads it twice. Where a gate is 0, x and grad_y are not read for results that are then 0. Layouts: x, y and gradients
+(B, H·W, C); gate (B, E), rows STEP apart, for E blocks of BLOCK channels; norm tensors (C,).
 
     map_moments_kernel          mean and squared deviations of each channel, in splits (`merge_moments_kernel` follows)
     gated_norm_kernel           x → y
@@ -18,7 +18,7 @@ x is kept for that. Where a gate is 0 neither x nor grad_y is read for what is t
     gated_norm_input_kernel     gradient of x
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -32,19 +32,19 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.triton.cached_launch import cached_launch
-from moesaic.ops.triton.launch import PROGRAMS, acc_dtype, ceil_div, num_warps, power_of_2, split_rows, tl_acc
+from moesaic.ops.triton.launch import TARGET_PROGRAMS, acc_dtype, ceil_div, num_warps, power_of_2, split_rows, tl_acc
 from moesaic.ops.triton.norm import merge_moments_kernel
 
 __all__ = ["GatedNorm", "GatedNormGradients", "gated_norm", "gated_norm_backward", "map_statistics"]
 
-_TILE = 4096
-"""Elements of a tile."""
-_SPLITS = 512
-"""Most splits of a sum over all rows, which one program merges."""
+_MAX_TILE = 4096
+"""Elements of a tile, at most: what four warps hold in registers."""
+_MAX_SPLITS = 512
+"""Splits of the moments, at most: one program of `merge_moments_kernel` loads all of them at once."""
 _STAGES = 3
-"""Tiles that a sum over rows has under way."""
+"""Pipeline stages of sums over rows, which are bound by the latency of loads."""
 _UNGATED_BLOCK = 32
-"""Channels that a program merges where there are no gates."""
+"""Channels of a program of `gated_norm_merge_kernel` where there are no gates."""
 
 
 class GatedNorm(NamedTuple):
@@ -62,6 +62,20 @@ class GatedNorm(NamedTuple):
     relu: bool
     batch_stats: bool
     """Whether mean and var are those of the map, and gradients go through them."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+        """What every kernel reads, in the kernels' order."""
+        return self.weight, self.bias, self.mean, self.var, self.gate
+
+    @property
+    def gate_step(self) -> int:
+        """From one image's gates to the next one's."""
+        return 0 if self.gate is None else self.gate.stride(0)
+
+    def constexprs(self, x: Tensor) -> dict[str, object]:
+        """Compile-time constants of the kernels for a map x (B, H, W, C)."""
+        return {"C": x.shape[3], "HAS_GATE": self.gate is not None, "ACC": tl_acc(acc_dtype(x.dtype))}
 
 
 class GatedNormGradients(NamedTuple):
@@ -278,8 +292,8 @@ def map_statistics(
     C = x.shape[-1]
     M, acc_type = x.numel() // C, acc_dtype(x.dtype)
     BC = power_of_2(C, most=64)
-    BM = power_of_2(M, most=_TILE // BC)
-    chunk, splits = split_rows(M, min(_SPLITS, ceil_div(2 * PROGRAMS, ceil_div(C, BC))), BM)
+    BM = power_of_2(M, most=_MAX_TILE // BC)
+    chunk, splits = split_rows(M, min(_MAX_SPLITS, ceil_div(2 * TARGET_PROGRAMS, ceil_div(C, BC))), BM)
     parts = torch.empty(2 * C + 1, splits, dtype=acc_type, device=x.device)
     flat = parts.view(-1)
     mean, m2, count = flat[: splits * C], flat[splits * C : 2 * splits * C], flat[2 * splits * C :]
@@ -300,11 +314,10 @@ def gated_norm(x: Tensor, norm: GatedNorm) -> Tensor:
     B, H, W, C = x.shape
     y = torch.empty_like(x)
     BP, BC = _tile(H * W, C)
-    tiles, gate = ceil_div(H * W, BP), norm.gate
+    tiles = ceil_div(H * W, BP)
     gated_norm_kernel[(B * tiles, ceil_div(C, BC))](
-        x, norm.weight, norm.bias, norm.mean, norm.var, gate, y, norm.eps, H * W, tiles, _step(gate),
-        C=C, BLOCK=norm.block, HAS_GATE=gate is not None, RELU=norm.relu, ACC=tl_acc(acc_dtype(x.dtype)), BP=BP,
-        BC=BC, **num_warps(4),
+        x, *norm.tensors, y, norm.eps, H * W, tiles, norm.gate_step,
+        BLOCK=norm.block, RELU=norm.relu, BP=BP, BC=BC, **norm.constexprs(x), **num_warps(4),
     )  # fmt: skip
     return y
 
@@ -313,31 +326,30 @@ def gated_norm_backward(grad: Tensor, x: Tensor, norm: GatedNorm) -> GatedNormGr
     """Gradients from that of the output (B, H, W, C)."""
     B, H, W, C = x.shape
     acc_type, gate = acc_dtype(x.dtype), norm.gate
-    tensors = norm.weight, norm.bias, norm.mean, norm.var, gate
-    shared = {"C": C, "HAS_GATE": gate is not None, "ACC": tl_acc(acc_type)}
+    tensors, shared = norm.tensors, norm.constexprs(x)
     BP, BC = _tile(H * W, C)
     per_split = B * ceil_div(C, BC)
-    chunk, splits = split_rows(H * W, max(1, ceil_div(2 * PROGRAMS, per_split)), BP)
+    chunk, splits = split_rows(H * W, max(1, ceil_div(2 * TARGET_PROGRAMS, per_split)), BP)
     sums = torch.empty(2, splits, B, C, dtype=acc_type, device=x.device)
     gated_norm_sums_kernel[(B, ceil_div(C, BC), splits)](
-        grad, x, *tensors, sums, norm.eps, H * W, chunk, _step(gate),
+        grad, x, *tensors, sums, norm.eps, H * W, chunk, norm.gate_step,
         BLOCK=norm.block, RELU=norm.relu, BP=BP, BC=BC, STAGES=_STAGES, **shared, **num_warps(4),
     )  # fmt: skip
     block = _UNGATED_BLOCK if gate is None else norm.block
     blocks = ceil_div(C, block)
     BK = power_of_2(min(block, C))
     BG = power_of_2(blocks, most=max(1, 32 // BK))
-    BB = power_of_2(B, most=max(1, min(128, _TILE // (BG * BK))))
+    BB = power_of_2(B, most=max(1, min(128, _MAX_TILE // (BG * BK))))
     weight, bias = torch.empty_like(norm.weight), torch.empty_like(norm.bias)
     terms = torch.empty(2, C, dtype=acc_type, device=x.device) if norm.batch_stats else None
     grad_gate = None if gate is None else torch.empty(B, blocks, dtype=gate.dtype, device=x.device)
     gated_norm_merge_kernel[(ceil_div(blocks, BG),)](
-        sums, *tensors, grad_gate, weight, bias, terms, norm.eps, B, splits, blocks, _step(gate), float(B * H * W),
+        sums, *tensors, grad_gate, weight, bias, terms, norm.eps, B, splits, blocks, norm.gate_step, float(B * H * W),
         BLOCK=block, STATS=norm.batch_stats, BB=BB, BG=BG, BK=BK, **shared, **num_warps(4),
     )  # fmt: skip
     out, tiles = torch.empty_like(x), ceil_div(H * W, BP)
     gated_norm_input_kernel[(B * tiles, ceil_div(C, BC))](
-        grad, x, *tensors, terms, out, norm.eps, H * W, tiles, _step(gate),
+        grad, x, *tensors, terms, out, norm.eps, H * W, tiles, norm.gate_step,
         BLOCK=norm.block, RELU=norm.relu, STATS=norm.batch_stats, BP=BP, BC=BC, **shared, **num_warps(4),
     )  # fmt: skip
     return GatedNormGradients(out, weight, bias, grad_gate)
@@ -346,9 +358,4 @@ def gated_norm_backward(grad: Tensor, x: Tensor, norm: GatedNorm) -> GatedNormGr
 def _tile(pixels: int, channels: int) -> tuple[int, int]:
     """Pixels and channels of a program's tile."""
     BP = power_of_2(pixels, most=32)
-    return BP, power_of_2(channels, most=max(64, min(512, _TILE // BP)))
-
-
-def _step(gate: Tensor | None) -> int:
-    """From one image's gates to the next one's."""
-    return 0 if gate is None else gate.stride(0)
+    return BP, power_of_2(channels, most=max(64, min(512, _MAX_TILE // BP)))

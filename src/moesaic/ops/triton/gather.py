@@ -11,7 +11,7 @@ expert that selected the patch, and owner_count (B, N).
     sum_over_experts_kernel     rows (E, M1, O) → map (B, H, W, O), for 1×1 experts and MLPs under ``combine="sum"``
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -103,9 +103,9 @@ def gather_backward_kernel(
 
     The latter in splits (B, E, L, blocks of channels).
 
-    ``norm`` (4, E, C) holds scale, shift, offset and slope (see `norm`). With HAS_ROUTER the gradient of the patch's
-    score comes back through the router's kernel. ALL: these are all experts. MORE: out has other experts' gradients
-    already.
+    ``norm`` (4, E, C) holds scale, shift, offset and slope (see `norm_backward_kernel`). With HAS_ROUTER the gradient
+    of the patch's score comes back through the router's kernel. ALL: these are all experts. MORE: out already has the
+    gradients of other experts.
     """
     A: tl.constexpr = P * P
     patch = tl.program_id(0)
@@ -225,7 +225,8 @@ def gather(
 ) -> Tensor:
     """Values (E, M1, C) of the selected pixels, of some experts or of all.
 
-    ``rest``: with the row of positions that were not selected. ``centre``: that row is subtracted from the others.
+    ``background_row``: with a row M for positions that were not selected. ``centre``: the background is subtracted from
+    the other rows.
     """
     dims, x, gate, norm, patch_size = routed.dims, routed.x, routed.input_gate, routed.norm, routed.options.patch_size
     experts = range(dims.E) if experts is None else experts

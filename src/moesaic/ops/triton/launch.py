@@ -1,4 +1,4 @@
-"""What every launch of a kernel needs: dimensions, tile sides, accumulator types, and a second stream.
+"""Dimensions, tile sides and accumulator types that every launch needs, and a second stream.
 
     sum_splits:  out[x] = Σ_s parts[s, x], parts (S, …), always in the same order
 
@@ -6,7 +6,7 @@ Sums over many rows are taken in S splits, one per program, and added up by `sum
 the same input gives the same bits.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -48,7 +48,7 @@ __all__ = [
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on a CPU, which is how they are tested where there is no GPU."""
 
-PROGRAMS = 528
+TARGET_PROGRAMS = 528
 """Programs that fill a GPU: four on each of some 132 multiprocessors."""
 
 
@@ -105,7 +105,7 @@ def placeholder(like: Tensor) -> Tensor:
 
 def splits_to_fill(programs: int, most: int) -> int:
     """Number of splits of a sum that fill the GPU, given the programs of one split."""
-    return max(1, min(most, ceil_div(PROGRAMS, programs)))
+    return max(1, min(most, ceil_div(TARGET_PROGRAMS, programs)))
 
 
 def split_rows(rows: int, splits: int, tile: int) -> tuple[int, int]:

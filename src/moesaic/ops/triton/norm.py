@@ -12,7 +12,7 @@ gradients (E, M1, C), row M the background; x (B, H, W, C); gate (B, E, L); norm
     norm_backward_kernel    these → gradients of weight and bias, and scale, shift, offset, slope
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 

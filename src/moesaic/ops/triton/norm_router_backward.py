@@ -14,7 +14,7 @@ Layouts: grad (E, M1, C) of values; x (B, H, W, C); gate (B, E, L); scores (B, N
     fused_backward_kernel    gradients of values and scores → gradient of x, and of the router in splits
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
@@ -52,7 +52,7 @@ __all__ = ["FusedGradients", "applies", "fits", "fused_gradients"]
 _PIXELS = range(8, 65)
 """Pixels of a patch for which sums over a patch are so much smaller than the pixels that writing them pays off."""
 _MAX_EXPERTS = 16
-_MAX_PLACES = 64
+_MAX_PATCHES = 64
 """Patches of an image, and slots of its experts: a program handles all of an image's at a time."""
 
 
@@ -77,7 +77,7 @@ def applies(routed: RoutedMap) -> bool:
 def fits(dims: PatchDims) -> bool:
     """Whether this module's kernels are for these sizes."""
     places = max(dims.N, dims.E * dims.L)
-    return dims.p**2 in _PIXELS and dims.E <= _MAX_EXPERTS and places <= _MAX_PLACES
+    return dims.p**2 in _PIXELS and dims.E <= _MAX_EXPERTS and places <= _MAX_PATCHES
 
 
 @cached_launch
@@ -142,7 +142,7 @@ def score_gradient_kernel(
 
     The gradient of a gate is that of the values, g·[active]·scale + offset + slope·gate·x, times x, over a patch: dots
     (B, E, L, BLOCKS) have the first term, and with STATS offset and slope, of norm (4, E, C), are multiplied with a
-    patch's sums of x and x² (E, B·L, C). GATE_GATE_KIND as in `expert_choice`.
+    patch's sums of x and x² (E, B·L, C). GATE_KIND as in `expert_choice`.
     """
     b = tl.program_id(0)
     e = tl.program_id(1)

@@ -10,7 +10,7 @@ block, the number of blocks and ``keep``; order and gates (B, blocks) and counts
 A program ranks the blocks of one layer of one image. Nothing is known on the host, so that nothing waits for the GPU.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -25,10 +25,10 @@ from moesaic.ops.channel.gpu_conv_operands import OpenBlockLists
 from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import num_warps, power_of_2
 
-__all__ = ["list_open_blocks"]
+__all__ = ["list_open_blocks", "ranking_tile", "softplus"]
 
-_COMPARED = 32
-"""Blocks that all others are compared with at a time."""
+_MAX_COMPARED = 32
+"""Blocks, at most, that all blocks of a layer are compared with at a time."""
 
 
 @triton.jit
@@ -84,6 +84,12 @@ def list_open_blocks_kernel(
     tl.store(counts + b * LAYERS + layer, count)
 
 
+def ranking_tile(most: int) -> dict[str, int]:
+    """Sides of a tile of blocks and those they are compared with, for layers of up to so many blocks; and warps."""
+    side = power_of_2(most)
+    return {"BE": side, "BJ": min(side, _MAX_COMPARED), **num_warps(1 if side <= _MAX_COMPARED else 4)}
+
+
 def list_open_blocks(scores: Tensor, layers: Tensor, blocks: int, most: int, mode: str) -> OpenBlockLists:
     """The open blocks of each image.
 
@@ -100,10 +106,8 @@ def list_open_blocks(scores: Tensor, layers: Tensor, blocks: int, most: int, mod
     counts = torch.empty(B, len(layers), dtype=torch.int32, device=scores.device)
     if not B:
         return OpenBlockLists(order, gates, counts)
-    side = power_of_2(most)
     list_open_blocks_kernel[(B, len(layers))](
         scores, layers, order, gates, counts, scores.stride(0), blocks, len(layers),
-        TOPK=mode == "topk", HARD=mode == "hard", BE=side, BJ=min(side, _COMPARED),
-        **num_warps(1 if side <= _COMPARED else 4),
+        TOPK=mode == "topk", HARD=mode == "hard", **ranking_tile(most),
     )  # fmt: skip
     return OpenBlockLists(order, gates, counts)

@@ -11,7 +11,7 @@ say which gradients are needed, come in the same structures, so that no gradient
 `RoutedMap` is what kernels work on.
 """
 
-# Triton is absent without a GPU, so its types are unknown to a type checker.
+# Triton is installed on GPU machines alone, so its types are unknown to a type checker.
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ __all__ = [
     "PatchOperands",
     "PatchOptions",
     "RoutedMap",
+    "choice_operands",
     "needed_gradients",
     "needs_input",
 ]
@@ -156,6 +157,26 @@ class PatchOperands(NamedTuple):
     def flatten(self) -> tuple[Any, ...]:
         """Arguments in the operators' order."""
         return *self[:4], list(self.constants), self.options.flatten(), self.eps
+
+
+def choice_operands(
+    router: Tensor | None,
+    choice: Sequence[Tensor],
+    gate_kind: int,
+    moments: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor | None, Constants]:
+    """Gate, router and constants of an operator over the patches of an expert choice.
+
+    Args:
+        router: the kernels of the router.
+        choice: scores, index, gate and slots, as ``patch_route`` returns them.
+        gate_kind: an index of `moesaic.ops.triton_backend.GATE_KINDS`.
+        moments: mean and variance of the experts' norm.
+    """
+    scores, index, gate, slots = choice
+    if gate_kind == GATE_KINDS["one"]:  # such gates have no gradient, which the router would get otherwise
+        return gate, None, Constants(index, slots, None, *moments)
+    return gate, router, Constants(index, slots, scores, *moments)
 
 
 def needs_input(needs: Any) -> bool:

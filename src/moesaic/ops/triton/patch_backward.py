@@ -7,7 +7,7 @@
 gates (B, E, L), the router (E, C, p, p) and the norm (E, C).
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
@@ -39,7 +39,7 @@ __all__ = [
     "no_input_gradients",
 ]
 
-GROUPED = 1 << 24
+GROUP_BYTES = 1 << 24
 """Bytes from which the gradient of contributions is taken in two groups of experts, to use less memory at once."""
 
 
@@ -47,7 +47,7 @@ class InputBackward:
     """From gradients of values, a group of experts at a time, to those of x, gate, router and norm.
 
     ``gate_dots`` (B, E, L, p²) is the gradient of gates on the output, pixel by pixel. The last ``router_columns``
-    columns of ``rows`` (E, M, …) are filled with the gradient of selected patches' scores; see `pointwise`.
+    columns of ``rows`` (E, M, …) are filled with the gradient of selected patches' scores; see `pointwise_experts`.
     """
 
     def __init__(
@@ -264,7 +264,7 @@ class MatmulBackward:
         """Three quarters of the experts, then the others: memory peaks before the map's gradient is allocated."""
         E, rows = self.weight.shape[0], self.routed.dims.padded_rows(self.routed.norm is not None)
         size = E * rows * self.taps.shape[1] * self.weight.element_size()
-        if self.weight.shape[3] == 1 or self.at_once or E == 1 or size <= GROUPED:
+        if self.weight.shape[3] == 1 or self.at_once or E == 1 or size <= GROUP_BYTES:
             return [range(E)]
         first = -(-3 * E // 4)
         return [range(first), range(first, E)]

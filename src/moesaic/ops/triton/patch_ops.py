@@ -1,23 +1,22 @@
-"""Experts over selected patches as torch operators, with fake implementations for tracing and with gradients.
+"""Expert choice and convolutions of selected patches as torch operators, with shapes for tracing and with gradients.
 
     patch_route        x → scores, each expert's top patches, gates, slots
-    patch_route_conv   patch_route and patch_conv in one
     patch_slots        index → slots
     patch_statistics   mean and variance of masked maps; updates the running ones
     patch_conv         y = Σ_e G_e ⊙ conv_e(f_e(M_e ⊙ x)), or conv_e(f_e(G_e ⊙ x))
-    patch_mlp          the same with MLPs in place of convolutions
-    patch_route_mlp    patch_route and patch_mlp in one, in eager code
+    patch_route_conv   patch_route and patch_conv in one
 
 Maps are (B, C, H, W) in channels_last. An operator's arguments are the structures of `moesaic.ops.triton.operands`, its
 differentiable inputs first. Every operator with a gradient has a ``_backward`` operator, so that a compiled graph has
 opaque nodes and no Python in between.
 
-``patch_conv`` and ``patch_mlp`` take the router's kernels where the gates are that router's softmax: the gradient of
-the gates then goes on to the router and the map inside, where it costs next to nothing, and none is returned for the
-gates. Scores and gates used elsewhere, in a loss for instance, get their gradient from ``patch_route``; both add up.
+``patch_conv``, like ``patch_mlp`` of `moesaic.ops.triton.mlp_ops`, takes the router's kernels where the gates are that
+router's softmax: the gradient of the gates then goes on to the router and the map inside, where it costs next to
+nothing, and none is returned for the gates. Scores and gates used elsewhere, in a loss for instance, get their gradient
+from ``patch_route``; both add up.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportCallIssue=false
@@ -28,12 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesaic.ops.direct_operator import direct_operator, joint_operator
-from moesaic.ops.triton import expert_choice, mlp, pointwise_experts
-from moesaic.ops.triton.activation import ACTIVATIONS
+from moesaic.ops.direct_operator import direct_operator
+from moesaic.ops.triton import expert_choice, pointwise_experts
 from moesaic.ops.triton.expert_background import background_gradients
 from moesaic.ops.triton.expert_choice import router_by_pixel
-from moesaic.ops.triton.gather import gather, sum_over_experts
+from moesaic.ops.triton.gather import sum_over_experts
 from moesaic.ops.triton.launch import (
     INTERPRETED,
     SideStream,
@@ -48,9 +46,9 @@ from moesaic.ops.triton.norm import masked_statistics
 from moesaic.ops.triton.operands import (
     Constants,
     ConvInputs,
-    MLPInputs,
     PatchOptions,
     RoutedMap,
+    choice_operands,
     needed_gradients,
     needs_input,
 )
@@ -74,10 +72,8 @@ from moesaic.ops.weight_layout import empty_weight_like
 
 __all__ = [
     "patch_conv",
-    "patch_mlp",
     "patch_route",
     "patch_route_conv",
-    "patch_route_mlp",
     "patch_slots",
     "patch_statistics",
 ]
@@ -93,6 +89,11 @@ def patch_route(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tupl
 
 @patch_route.register_fake
 def _(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _fake_choice(x, router, patches)
+
+
+def _fake_choice(x: Tensor, router: Tensor, patches: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Shapes of what `patch_route` returns, for tracing."""
     B, _, H, W = x.shape
     E, _, p, _ = router.shape
     N = (H // p) * (W // p)
@@ -188,10 +189,16 @@ def patch_conv(
 
 @patch_conv.register_fake
 def _(x, weight, bias, gate, router, norm_weight, norm_bias, constants, options, eps):
-    inputs, opts = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
+    inputs = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias)
+    return _fake_conv(inputs, Constants(*constants), PatchOptions.unflatten(options))
+
+
+def _fake_conv(inputs: ConvInputs, constants: Constants, opts: PatchOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes of what `_conv_forward` returns, for tracing."""
+    x, weight = inputs.x, inputs.weight
     E, O, C, ks, _ = weight.shape
-    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2
-    M1 = M if norm_weight is None else M + 8
+    M = x.shape[0] * constants.index.shape[2] * opts.patch_size**2
+    M1 = M if inputs.norm_weight is None else M + 8
     y = empty_map_like(x, O if opts.sum_experts else E * O, weight.dtype)
     save_values = opts.save and ks == 1 and not _uses_pointwise(inputs, opts)
     values = weight.new_empty(E, M1, C) if save_values else x.new_empty(0)
@@ -275,7 +282,7 @@ def _conv_forward(
 
 
 def _uses_pointwise(inputs: ConvInputs, options: PatchOptions) -> bool:
-    """Whether the kernels of `pointwise` run: 1×1 experts side by side with gates on their outputs.
+    """Whether the kernels of `pointwise_experts` run: 1×1 experts side by side with gates on their outputs.
 
     Not in float32, where cuBLAS multiplies faster.
     """
@@ -290,10 +297,10 @@ def _pointwise_backward(
     routed: RoutedMap, grad: Tensor, ungated: Tensor, inputs: ConvInputs, spec: ScatterSpec, need_input: bool,
     need_weight: bool,
 ) -> ConvInputs:  # fmt: skip
-    """The same where `_uses_pointwise` holds.
+    """What `patch_conv_backward` returns where `_uses_pointwise` holds.
 
     Where gates are a softmax over the selected patches, the gradient of scores is in extra columns of the rows
-    (see `pointwise`).
+    (see `pointwise_experts`).
     """
     weight, bias = inputs.weight, contiguous_or_none(inputs.bias)
     dims, taps, gate_dots, grad_scores = routed.dims, weight_to_taps(weight), None, None
@@ -381,49 +388,34 @@ patch_conv.register_autograd(_conv_backward, setup_context=_conv_setup)
 def patch_route_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, patches: int, options: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`patch_route` and `patch_conv` in one, where nobody else asks for the routing: the map and what both save.
+    """`patch_route` and `patch_conv` in one, where only the experts need the routing: the map and what both save.
 
-    All but the map is without a gradient, and empty without ``options.save``.
+    Only the map has a gradient; all else is empty without ``options.save``.
     """
     opts = PatchOptions.unflatten(options)
-    scores, index, gate, slots = expert_choice.choose_patches(
-        to_nhwc(x), router_by_pixel(router), patches, router.shape[2], opts.gate_kind
-    )
-    given, constants = _chosen(x, weight, bias, router, scores, index, gate, slots, opts)
+    kernels = router_by_pixel(router)
+    choice = expert_choice.choose_patches(to_nhwc(x), kernels, patches, router.shape[2], opts.gate_kind)
+    given, constants = _conv_after_choice((x, weight, bias, router), choice, opts)
     y, values, ungated = _conv_forward(given, constants, opts, 0.0)
-    if not opts.save:
-        scores, index, gate, slots = (placeholder(each) for each in (scores, index, gate, slots))
-    return y, values, ungated, scores, index, gate, slots
+    return y, values, ungated, *(choice if opts.save else map(placeholder, choice))
 
 
-def _chosen(
-    x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, scores: Tensor, index: Tensor, gate: Tensor,
-    slots: Tensor, opts: PatchOptions,
-) -> tuple[ConvInputs, Constants]:  # fmt: skip
-    """Arguments of `patch_conv` on such a choice."""
-    if opts.gate_kind == expert_choice.GATE_KINDS["one"]:  # which has no gradient
-        return ConvInputs(x, weight, bias, gate, None, None, None), Constants(index, slots, None, None, None)
-    return ConvInputs(x, weight, bias, gate, router, None, None), Constants(index, slots, scores, None, None)
+def _conv_after_choice(
+    tensors: Sequence[Tensor | None], choice: Sequence[Tensor], opts: PatchOptions
+) -> tuple[ConvInputs, Constants]:
+    """Arguments of `patch_conv` after such a choice, from map, weights and router."""
+    *first, router = tensors
+    gate, router, constants = choice_operands(router, choice, opts.gate_kind)
+    return ConvInputs(*first, gate, router, None, None), constants
 
 
 @patch_route_conv.register_fake
 def _(x, weight, bias, router, patches, options):
     opts = PatchOptions.unflatten(options)
-    (B, _, H, W), (E, O, C, ks, _), p = x.shape, weight.shape, opts.patch_size
-    N, M, acc_type = (H // p) * (W // p), B * patches * p**2, acc_dtype(x.dtype)
-    index = x.new_empty(B, E, patches, dtype=torch.int64)
-    routing = (
-        x.new_empty(B, N, E, dtype=acc_type),
-        index,
-        x.new_empty(B, E, patches, dtype=acc_type),
-        x.new_empty(B, E, N, dtype=torch.int32),
-    )
-    given, _ = _chosen(x, weight, bias, router, *routing, opts)
-    y = empty_map_like(x, O if opts.sum_experts else E * O, weight.dtype)
-    saves_values = opts.save and ks == 1 and not _uses_pointwise(given, opts)
-    values = weight.new_empty(E, M, C) if saves_values else x.new_empty(0)
-    ungated = weight.new_empty(E, M, O) if opts.save and not opts.gate_on_input else x.new_empty(0)
-    return y, values, ungated, *(each if opts.save else each.new_empty(0) for each in routing)
+    choice = _fake_choice(x, router, patches)
+    given, constants = _conv_after_choice((x, weight, bias, router), choice, opts)
+    y, values, ungated = _fake_conv(given, constants, opts)
+    return y, values, ungated, *(each if opts.save else each.new_empty(0) for each in choice)
 
 
 def _route_conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -435,224 +427,18 @@ def _route_conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _route_conv_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-    need_x, need_weight, need_bias, need_router = ctx.needs_input_grad[:4]
     if grad is None:
-        return None, None, None, None, None, None
-    values, ungated, scores, index, gate, slots, x, weight, bias, router = ctx.saved_tensors
-    opts = PatchOptions.unflatten(ctx.options)
-    given, constants = _chosen(x, weight, bias, router, scores, index, gate, slots, opts)
+        return (None,) * 6
+    *needs_weights, needs_router = ctx.needs_input_grad[:4]
+    saved, choice, tensors = ctx.saved_tensors[:2], ctx.saved_tensors[2:6], ctx.saved_tensors[6:]
+    given, constants = _conv_after_choice(tensors, choice, PatchOptions.unflatten(ctx.options))
+    needs = ConvInputs(*needs_weights, False, needs_router, False, False)
     grad = grad.contiguous(memory_format=torch.channels_last)
     found = patch_conv_backward(
-        grad, [values, ungated], list(given), list(constants), ctx.options, 0.0, need_x or need_router, need_weight
+        grad, saved, list(given), list(constants), ctx.options, 0.0, needs_input(needs), needs.weight
     )
-    needs = ConvInputs(need_x, need_weight, need_bias, False, need_router, False, False)
     of = ConvInputs(*needed_gradients(found, needs))
-    return of.x, of.weight, of.bias, of.router, None, None
+    return *of[:3], of.router, None, None
 
 
 patch_route_conv.register_autograd(_route_conv_backward, setup_context=_route_conv_setup)
-
-
-# MLPs ----------------------------------------------------------------------------------------------------------------
-
-
-@direct_operator("moesaic::patch_mlp")
-def patch_mlp(
-    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, gate: Tensor,
-    router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, constants: Sequence[Tensor | None],
-    options: Sequence[int], eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The map (B, O', H, W), and with ``options.save`` inputs, hidden values before and after activation, outputs."""
-    inputs = MLPInputs(x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias)
-    return _mlp_forward(inputs, Constants(*constants), PatchOptions.unflatten(options), eps)
-
-
-@patch_mlp.register_fake
-def _(
-    x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias, constants, options, eps,
-):  # fmt: skip
-    opts = PatchOptions.unflatten(options)
-    E, J, C = weight_in.shape
-    O = weight_out.shape[1]
-    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2 + (8 if opts.gate_on_input else 0)
-    y = empty_map_like(x, O if opts.sum_experts else E * O, weight_in.dtype)
-    if not opts.save:
-        return y, *(x.new_empty(0) for _ in range(4))
-    outputs = x.new_empty(0) if opts.gate_on_input else weight_in.new_empty(E, M, O)
-    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
-
-
-def _mlp_forward(
-    inputs: MLPInputs, constants: Constants, opts: PatchOptions, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `patch_mlp` returns."""
-    routed = RoutedMap.of(inputs, constants, opts, eps)
-    dims, bias_out, on_input = routed.dims, contiguous_or_none(inputs.bias_out), opts.gate_on_input
-    values = gather(routed, inputs.weight_in.dtype, centre=False, background_row=on_input)
-    activation = ACTIVATIONS[opts.activation]
-    outputs, before, after = mlp.forward(
-        values, inputs.weight_in, inputs.bias_in, inputs.weight_out, activation, opts.save
-    )
-    unselected = None
-    if on_input:  # an expert's output where it selected nothing
-        unselected = outputs[:, dims.M] if bias_out is None else outputs[:, dims.M] + bias_out
-        unselected = unselected.contiguous()
-    if opts.sum_experts:
-        owners = expert_choice.patch_owners(routed.slots, dims.L)
-        y = sum_over_experts(outputs, dims, owners, routed.output_gate, bias_out, unselected)
-    else:
-        y, _ = scatter(
-            outputs,
-            dims,
-            routed.slots,
-            routed.output_gate,
-            bias_out,
-            ScatterSpec(1, False, False),
-            unselected=unselected,
-        )
-    y = to_nchw(y)
-    if not opts.save:
-        return y, *(placeholder(inputs.x) for _ in range(4))
-    return y, values, before, after, placeholder(inputs.x) if on_input else outputs
-
-
-@direct_operator("moesaic::patch_mlp_backward")
-def patch_mlp_backward(
-    grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
-    options: Sequence[int], eps: float, need_input: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `MLPInputs`, empty where there is none, from that of the map; ``saved`` as `patch_mlp` returns."""
-    given, opts = MLPInputs(*inputs), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(given, Constants(*constants), opts, eps)
-    values, before, after, outputs = saved
-    grad, bias_out = to_nhwc(grad), contiguous_or_none(given.bias_out)
-    dims, spec = routed.dims, ScatterSpec(1, False, opts.sum_experts)
-    rows = values.shape[1]
-    gate_dots = None
-    if routed.output_gate is not None:
-        gate_dots, part, grad_bias_sums = output_gate_backward(
-            grad, outputs if need_input else None, dims, routed.index, routed.output_gate, bias_out, spec,
-            background_row=False, rows=rows, sums=bias_out is not None,
-        )  # fmt: skip
-        assert part is not None
-    else:
-        part = scatter_backward(grad, dims, routed.index, routed.slots, None, spec, rows, range(dims.E))
-        elsewhere = background_gradients(grad, dims, routed.slots, None, spec, by_tap=False, elsewhere=True)
-        part[:, dims.M] = elsewhere[:, 0]
-        grad_bias_sums = None
-        if bias_out is not None:
-            grad_bias_sums = background_gradients(grad, dims, routed.slots, None, spec, by_tap=False)[:, 0]
-    hidden = mlp.Hidden(values, before, after)
-    of_weights = mlp.backward(
-        part, hidden, given.weight_in, given.bias_in, given.weight_out, ACTIVATIONS[opts.activation]
-    )
-    grad_bias_out = (
-        placeholder(grad)
-        if bias_out is None or grad_bias_sums is None
-        else grad_bias_sums.to(bias_out.dtype).contiguous()
-    )
-    grad_bias_in = placeholder(grad) if of_weights.bias_in is None else of_weights.bias_in
-    if need_input:
-        back = InputBackward(routed, gate_dots, centre=False)
-        back.add(of_weights.values, range(dims.E))
-        of_input = back.finish()
-    else:
-        of_input = no_input_gradients(grad)
-    return MLPInputs(
-        of_input.x, of_weights.weight_in, grad_bias_in, of_weights.weight_out, grad_bias_out, *of_input[1:]
-    )
-
-
-@patch_mlp_backward.register_fake
-def _(grad, saved, inputs, constants, options, eps, need_input):
-    given = MLPInputs(*inputs)
-    of_input = fake_input_gradients(grad, given, need_input)
-    of_weights = [
-        grad.new_empty(0) if each is None else contiguous_like(each)
-        for each in (given.weight_in, given.bias_in, given.weight_out, given.bias_out)
-    ]
-    return of_input.x, *of_weights, *of_input[1:]
-
-
-def _mlp_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *differentiable, constants, ctx.options, ctx.eps = inputs
-    _, *saved = output
-    ctx.no_constants = Constants(*constants).no_gradients()
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*saved, *differentiable, *constants)
-
-
-def _mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-    count = len(MLPInputs._fields)
-    needs = MLPInputs(*ctx.needs_input_grad[:count])
-    if grad is None:
-        return *(None for _ in needs), ctx.no_constants, None, None
-    saved, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    grad = grad.contiguous(memory_format=torch.channels_last)
-    gradients = patch_mlp_backward(
-        grad, saved, tensors[:count], tensors[count:], ctx.options, ctx.eps, needs_input(needs)
-    )
-    return *needed_gradients(gradients, needs), ctx.no_constants, None, None
-
-
-patch_mlp.register_autograd(_mlp_backward, setup_context=_mlp_setup)
-
-
-def _chosen_mlp(
-    tensors: Sequence[Tensor | None], choice: Sequence[Tensor], opts: PatchOptions
-) -> tuple[MLPInputs, Constants]:
-    """Arguments of `patch_mlp` on such a choice, from map, weights and router."""
-    *first, router = tensors
-    scores, index, gate, slots = choice
-    if opts.gate_kind == expert_choice.GATE_KINDS["one"]:  # which has no gradient
-        return MLPInputs(*first, gate, None, None, None), Constants(index, slots, None, None, None)
-    return MLPInputs(*first, gate, router, None, None), Constants(index, slots, scores, None, None)
-
-
-def _route_mlp_apart(
-    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
-    patches: int, options: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    opts = PatchOptions.unflatten(options)
-    choice = patch_route.without_gradient(x, router, patches, opts.gate_kind)
-    given, constants = _chosen_mlp((x, weight_in, bias_in, weight_out, bias_out, router), choice, opts)
-    return patch_mlp(*given, list(constants), options, 0.0)
-
-
-@joint_operator(_route_mlp_apart)
-def patch_route_mlp(
-    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
-    patches: int, options: Sequence[int],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """`patch_route` and `patch_mlp` in one, where nobody else asks for the routing: the map and what both save."""
-    opts = PatchOptions.unflatten(options)
-    kernels = router_by_pixel(router)
-    choice = expert_choice.choose_patches(to_nhwc(x), kernels, patches, router.shape[2], opts.gate_kind)
-    given, constants = _chosen_mlp((x, weight_in, bias_in, weight_out, bias_out, router), choice, opts)
-    y, *saved = _mlp_forward(given, constants, opts, 0.0)
-    return (y, *saved, *choice) if opts.save else (y,)
-
-
-def _route_mlp_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, _, ctx.options = inputs
-    _, *saved = output
-    ctx.mark_non_differentiable(*saved)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*saved, *tensors)
-
-
-def _route_mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-    if grad is None:
-        return (None,) * 8
-    *needs_weights, needs_router = ctx.needs_input_grad[:6]
-    saved, choice, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:8], ctx.saved_tensors[8:]
-    given, constants = _chosen_mlp(tensors, choice, PatchOptions.unflatten(ctx.options))
-    needs = MLPInputs(*needs_weights, False, needs_router, False, False)
-    grad = grad.contiguous(memory_format=torch.channels_last)
-    found = patch_mlp_backward(grad, saved, list(given), list(constants), ctx.options, 0.0, needs_input(needs))
-    of = MLPInputs(*needed_gradients(found, needs))
-    return *of[:5], of.router, None, None
-
-
-patch_route_mlp.register_autograd(_route_mlp_backward, setup_context=_route_mlp_setup)

@@ -16,7 +16,7 @@ that is pixel a of its patch, so that the matmul for the gradient of the weights
     sum_weight_splits_kernel    splits, summed
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -50,13 +50,13 @@ MAX_CHANNELS = 256
 """Output channels of an expert: a tile of rows has all of them."""
 _MAX_ROWS = 64
 """Rows of an image and expert, which one program holds in registers."""
-_MAX_PLACES = 16
+_MAX_PATCH_PIXELS = 16
 """Pixels of a patch; for larger patches the router's gradient takes a pass of its own."""
 
 
-def count_router_columns(places: int) -> int:
+def count_router_columns(pixels: int) -> int:
     """Extra columns of rows for the pixels of a patch, rounded up so that rows stay aligned."""
-    return ceil_div(places, 8) * 8 if places <= _MAX_PLACES else 0
+    return ceil_div(pixels, 8) * 8 if pixels <= _MAX_PATCH_PIXELS else 0
 
 
 @triton.jit

@@ -14,7 +14,7 @@ up which selected patches reach it (``slots``), so every element is written once
     output_gate_backward_kernel    gradient of y → gradients of output gates, bias and 1×1 contributions
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
@@ -125,7 +125,7 @@ def scatter_kernel(
     HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BACKGROUND: tl.constexpr, HAS_UNSELECTED: tl.constexpr,
     SAVE: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM.
+    """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM_EXPERTS.
 
     folded (E, B·L, (p + ks - 1)², O), STEP from expert to expert: what selected patches add to the positions around
     them, up to NEIGHBOURS patches away; FLIP: in reverse order, as contributions of single pixels are. HAS_BACKGROUND:
@@ -136,15 +136,16 @@ def scatter_kernel(
     R: tl.constexpr = KS // 2
     S: tl.constexpr = P + 2 * R
     SIDE: tl.constexpr = 2 * NEIGHBOURS + 1
-    b = tl.program_id(1)
+    tiles: tl.constexpr = (HW + BP - 1) // BP
     blocks: tl.constexpr = (O + BO - 1) // BO
-    i = tl.program_id(0) * BP + tl.arange(0, BP)
+    b = tl.program_id(0) // tiles
+    i = tl.program_id(0) % tiles * BP + tl.arange(0, BP)
     live = i < HW
     n = i // A
     a = i % A
-    o = (tl.program_id(2) % blocks) * BO + tl.arange(0, BO)
+    o = (tl.program_id(1) % blocks) * BO + tl.arange(0, BO)
     om = o < O
-    lane = tl.program_id(2) // blocks
+    lane = tl.program_id(1) // blocks
     at = pixel_of_patch(b, n, a, P, GW, HW, W)
     if SUM_EXPERTS:
         first, last = 0, E
@@ -314,7 +315,7 @@ def scatter(
     folded = fold_patches(contributions, dims, ks, O) if ks > 1 and p > 1 else contributions
     rule = (power_of_2(HW, most=32), dividing_tile(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
     BP, BO, warps = tile("scatter", rule, HW, O, ks, p, E, dims.L, lanes, y.element_size())
-    scatter_kernel[(ceil_div(HW, BP), dims.B, lanes * ceil_div(O, BO))](
+    scatter_kernel[(ceil_div(HW, BP) * dims.B, lanes * ceil_div(O, BO))](
         folded, slots, gate, bias, background, unselected, y, own, dims.M, folded.stride(0), O=O, KS=ks, N=dims.N,
         NEIGHBOURS=0 if spec.isolated else ceil_div(ks // 2, p), SUM_EXPERTS=spec.sum_experts,
         HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_BACKGROUND=background is not None,

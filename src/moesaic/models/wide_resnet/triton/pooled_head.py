@@ -8,7 +8,7 @@ The kernels and the layouts of their tensors are in `pooled_kernels`, and in `po
 several pixels a side.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
@@ -56,7 +56,7 @@ __all__ = ["PooledInputs", "patch_conv_pooled", "patch_conv_pooled_backward", "p
 
 MAX_TAPS = 50
 """Lines of a patch times taps of a kernel up to which kernels unroll them; compiling takes seconds for that many."""
-SPLITS_AT_ONCE = 256
+MAX_LOADED_SPLITS = 256
 """Splits of a sum that are loaded at a time."""
 
 
@@ -288,7 +288,7 @@ def _channel_table(
     pooled_kernels.channel_table_kernel[(ceil_div(O, BO), dims.E)](
         sums, base, *after, table, moments, eps, splits, dims.B, *covered.strides, coverage.pivot, E=dims.E, O=O, HW=HW,
         HAS_BASE=base is not None, TRAINING=sums is not None, ACC=tl_acc(acc_type),
-        BS=power_of_2(splits, most=SPLITS_AT_ONCE), BQ=power_of_2(HW, most=128), BO=BO, **num_warps(4),
+        BS=power_of_2(splits, most=MAX_LOADED_SPLITS), BQ=power_of_2(HW, most=128), BO=BO, **num_warps(4),
     )  # fmt: skip
     return table, moments
 
@@ -423,7 +423,7 @@ def _tap_gradient(
         sums, base, grad_terms, out, splits, dims.B, *steps, O=O,
         KS=coverage.spec.kernel_size if coverage.normed else 1, H=dims.H, ISOLATED=coverage.spec.isolated,
         HAS_GATE=routed.output_gate is not None, ACC=tl_acc(grad_terms.dtype),
-        BS=power_of_2(splits, most=SPLITS_AT_ONCE), BQ=power_of_2(HW, most=64), BO=BO, **constexprs, **num_warps(4),
+        BS=power_of_2(splits, most=MAX_LOADED_SPLITS), BQ=power_of_2(HW, most=64), BO=BO, **constexprs, **num_warps(4),
     )  # fmt: skip
     return out
 

@@ -4,7 +4,7 @@ Eager code runs it as one call, one plan and one node of autograd; running stati
 dispatcher is needed its operators are called one after the other.
 """
 
-# Nor is Triton there without a GPU, so that the types of what calls it are unknown.
+# Triton is installed on GPU machines alone, so a type checker does not know what its callers return.
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportReturnType=false
 # pyright: reportOptionalMemberAccess=false
 
@@ -24,7 +24,7 @@ from moesaic.ops.direct_operator import joint_operator
 from moesaic.ops.triton import expert_choice
 from moesaic.ops.triton.launch import to_nhwc
 from moesaic.ops.triton.norm import masked_statistics
-from moesaic.ops.triton.operands import Constants, PatchOptions, needed_gradients, needs_input
+from moesaic.ops.triton.operands import Constants, PatchOptions, choice_operands, needed_gradients, needs_input
 from moesaic.ops.triton.patch_ops import patch_route, patch_statistics
 
 __all__ = ["Factors", "Running", "routed_pooled"]
@@ -51,16 +51,14 @@ class Factors(NamedTuple):
     eps: float
 
 
-def _given(
-    tensors: Sequence[Tensor | None], choice: tuple[Tensor, ...], moments: tuple[Tensor | None, Tensor | None],
+def _pooled_after_choice(
+    tensors: Sequence[Tensor | None], choice: Sequence[Tensor], moments: tuple[Tensor | None, Tensor | None],
     opts: PatchOptions,
 ) -> tuple[PooledInputs, Constants]:  # fmt: skip
-    """Arguments of `patch_conv_pooled` after such a choice; gates of "one" have no gradient."""
+    """Arguments of `patch_conv_pooled` after such a choice, from map, weights, router and norms."""
     x, weight, bias, router, *norms = tensors
-    scores, index, gate, slots = choice
-    if opts.gate_kind == expert_choice.GATE_KINDS["one"]:
-        return PooledInputs(x, weight, bias, gate, None, *norms), Constants(index, slots, None, *moments)
-    return PooledInputs(x, weight, bias, gate, router, *norms), Constants(index, slots, scores, *moments)
+    gate, router, constants = choice_operands(router, choice, opts.gate_kind, moments)
+    return PooledInputs(x, weight, bias, gate, router, *norms), constants
 
 
 def _move(running: Running, moments: Tensor, momentum: float, positions: int) -> None:
@@ -87,7 +85,7 @@ def _apart(
                 x, choice[1], gate, now.expert_mean, now.expert_var, factor.expert_momentum, opts.patch_size
             )
     tensors = x, weight, bias, router, norm_weight, norm_bias, output_weight, output_bias
-    given, constants = _given(tensors, choice, moments, opts)
+    given, constants = _pooled_after_choice(tensors, choice, moments, opts)
     pooled, *saved = patch_conv_pooled(*given, list(constants), rest, [factor.expert_eps, factor.eps])
     with torch.no_grad():
         _move(now, saved[0], factor.momentum, x.shape[0] * x.shape[2] * x.shape[3])
@@ -126,7 +124,7 @@ def routed_pooled(
             factor.expert_momentum, opts.patch_size,
         )  # fmt: skip
     tensors = x, weight, bias, router, norm_weight, norm_bias, output_weight, output_bias
-    given, constants = _given(tensors, choice, moments, opts)
+    given, constants = _pooled_after_choice(tensors, choice, moments, opts)
     pooled, *saved = pooled_forward(given, constants, opts, (factor.expert_eps, factor.eps))
     _move(now, saved[0], factor.momentum, x.shape[0] * x.shape[2] * x.shape[3])
     return pooled, *saved, *choice, *(each for each in moments if each is not None)
@@ -147,7 +145,7 @@ def _backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
     tensors, saved = ctx.saved_tensors[:8], ctx.saved_tensors[8:]
     (_, *rest), factor = ctx.options, Factors(*ctx.factors)
     moments = saved[11:] or (None, None)
-    given, constants = _given(tensors, saved[7:11], moments, PatchOptions.unflatten(rest))
+    given, constants = _pooled_after_choice(tensors, saved[7:11], moments, PatchOptions.unflatten(rest))
     needs = PooledInputs(needs_x, needs_weight, needs_bias, False, needs_router, *needs_norms)
     found = patch_conv_pooled_backward(
         grad, list(saved[:7]), list(given), list(constants), rest, [factor.expert_eps, factor.eps], needs_input(needs),

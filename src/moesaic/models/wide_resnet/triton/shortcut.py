@@ -8,7 +8,7 @@ Layouts: y, out and grad (B·H·W, O); x (B·H·W, C) with C ≤ 16; weight (O, 
     backward_kernel    grad → grad_x, and grad_weight in splits
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 

@@ -19,7 +19,7 @@ follow each other, ptxas 12.8 may address the second's operand through an uninit
 therefore in a loop, where no such case was found, or there is a single matmul.
 """
 
-# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# Type checkers do not know Triton's language, and Triton is installed on GPU machines alone.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
