@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import BACKENDS, Case, cases
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 import moesaic
@@ -177,3 +178,9 @@ def test_vmap_is_noticed_inside_and_outside_of_other_transforms():
     vmap(inside, (0, None))(torch.ones(2, 3), torch.ones(3))
     grad(lambda x: x.sum() * (not in_vmap()))(torch.ones(2))
     assert not in_vmap()
+
+
+def test_kernels_are_not_for_forward_mode_derivatives():
+    with forward_ad.dual_level():
+        assert "compute no tangents" in str(kernel_refusal(torch.ones(2)))
+    assert "compute no tangents" not in str(kernel_refusal(torch.ones(2)))

@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 __all__ = [
     "check_vmap",
     "has_vmap_axis",
+    "in_forward_ad",
     "in_mode",
     "in_transform",
     "in_vmap",
@@ -41,7 +42,7 @@ def is_plain_eager(*tensors: Tensor) -> bool:
     traced = torch._C._get_tracing_state() is not None  # pyright: ignore
     if traced or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         return False
-    if in_transform() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    if in_transform() or in_forward_ad():
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
@@ -69,6 +70,18 @@ def in_transform() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def in_forward_ad() -> bool:
+    """Whether eager code runs in a ``torch.autograd.forward_ad.dual_level``, where tensors may have tangents.
+
+    >>> with torch.autograd.forward_ad.dual_level():
+    ...     in_forward_ad()
+    True
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return cast("int", forward_ad._current_level) >= 0  # pyright: ignore[reportPrivateUsage]
 
 
 def in_vmap() -> bool:

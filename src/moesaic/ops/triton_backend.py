@@ -28,7 +28,7 @@ from moesaic.ops.dispatch import (
     PatchSpec,
     requested_backend,
 )
-from moesaic.ops.eager_conditions import in_transform, is_plain_eager
+from moesaic.ops.eager_conditions import in_forward_ad, in_transform, is_plain_eager
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing_record import Routing
 
@@ -293,6 +293,8 @@ def kernel_refusal(x: Tensor) -> str | None:
     """Why the kernels cannot run on such a tensor, or None if they can."""
     if in_transform():
         return "its kernels have no rules for the transforms of torch.func, such as vmap"
+    if in_forward_ad():
+        return "its kernels compute no tangents, and torch.autograd.forward_ad would leave them out without a word"
     if x.device.type != "cuda":
         return f"the map is on {x.device.type}; its kernels run on cuda"
     if not _INSTALLED:

@@ -198,7 +198,7 @@ def _mlp_after_choice(
     return MLPInputs(*first, gate, router, None, None), constants
 
 
-def _route_mlp_apart(
+def _route_mlp_decomposed(
     x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
     patches: int, options: Sequence[int],
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -208,7 +208,7 @@ def _route_mlp_apart(
     return patch_mlp(*given, list(constants), options, 0.0)
 
 
-@joint_operator(_route_mlp_apart)
+@joint_operator(_route_mlp_decomposed)
 def patch_route_mlp(
     x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, router: Tensor,
     patches: int, options: Sequence[int],

@@ -70,7 +70,7 @@ def _move(running: Running, moments: Tensor, momentum: float, positions: int) ->
         running.batches.add_(1)
 
 
-def _apart(
+def _decomposed(
     x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, output_weight: Tensor, output_bias: Tensor, running: Sequence[Tensor | None],
     options: Sequence[int], factors: Sequence[float],
@@ -92,7 +92,7 @@ def _apart(
     return pooled, *saved
 
 
-@joint_operator(_apart, mutates=("running",))
+@joint_operator(_decomposed, mutates=("running",))
 def routed_pooled(
     x: Tensor, weight: Tensor, bias: Tensor | None, router: Tensor, norm_weight: Tensor | None,
     norm_bias: Tensor | None, output_weight: Tensor, output_bias: Tensor, running: Sequence[Tensor | None],
