@@ -12,7 +12,7 @@ import moesaic
 from moesaic.insight.channel_explanation import GatedOutputs
 from moesaic.insight.explain import ForwardPass, collect_outputs, explain
 from moesaic.report.embedded_images import picture_of
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 from moesaic.routing import TokenChoice
 from moesaic.routing.channel_gate import ChannelGate

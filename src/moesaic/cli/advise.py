@@ -48,7 +48,7 @@ class Advise(NetworkOptions):
 
         from moesaic.bench.advise import RoutingOptions, advise
         from moesaic.report import describe_machine
-        from moesaic.report.advice_text import advice_json, print_advice
+        from moesaic.report.advice_table import advice_json, print_advice
 
         with user_errors("advise"):
             self._check()

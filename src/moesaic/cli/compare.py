@@ -275,7 +275,7 @@ class Compare(DatasetOptions, _CompareOptions):
         from moesaic.training.compared_models import default_samples, shared_image_size
         from moesaic.training.trainable_layers import frozen_parameters
 
-        dataset = self.load(None if self.img_size else shared_image_size(models))
+        dataset = self.load(shared_image_size(models) if self.img_size is None else None)
         samples = (
             default_samples(len(dataset.train), dataset.num_classes)
             if self.samples is None
@@ -379,7 +379,7 @@ def _write(measured: Comparison, out: Path, command: str) -> None:
     from rich.console import Console
 
     from moesaic.leases import Leases
-    from moesaic.report.comparison import print_comparison
+    from moesaic.report.comparison_report import print_comparison
 
     with Leases(out).hold("report"):  # of workers that end together, one writes at a time
         found = _write_files(measured, out, command)
@@ -393,8 +393,8 @@ def _write(measured: Comparison, out: Path, command: str) -> None:
 def _write_files(measured: Comparison, out: Path, command: str) -> Comparison:
     from moesaic import report
     from moesaic.report.chart import read_charts, write_charts
-    from moesaic.report.comparison import derived_from, write_comparison_report
     from moesaic.report.comparison_charts import comparison_charts
+    from moesaic.report.comparison_report import derived_from, write_comparison_report
     from moesaic.training.comparison_result import read_comparison, write_comparison
     from moesaic.training.paired_comparison import paired_comparisons
 
