@@ -83,15 +83,17 @@ class Cells:
             _print_plan(plan, console)
 
     def _merge(self) -> None:
+        from moesaic.report.formatting import counted
         from moesaic.training.cell_transfer import merge_cells
 
         assert self.out is not None
         done = merge_cells(self.folders, self.out, log)
-        networks = f", {_counted(done.networks, 'network')}" if done.networks else ""
+        networks = f", {counted(done.networks, 'network')}" if done.networks else ""
         known = f"; {done.known} were there already" if done.known else ""
-        sys.stdout.write(f"{_counted(done.cells, 'cell')}{networks} added to {self.out}{known}\n")
+        sys.stdout.write(f"{counted(done.cells, 'cell')}{networks} added to {self.out}{known}\n")
 
     def _pack(self) -> None:
+        from moesaic.report.formatting import counted
         from moesaic.training.cell_transfer import pack_cells
 
         assert self.out is not None
@@ -100,7 +102,7 @@ class Cells:
         check_writable("--out", self.out)
         count = pack_cells(self.folders[0], self.out, log)
         size = self.out.stat().st_size
-        sys.stdout.write(f"{_counted(count, 'cell')} in {self.out}, {size / 1e6:.1f} MB\n")
+        sys.stdout.write(f"{counted(count, 'cell')} in {self.out}, {size / 1e6:.1f} MB\n")
 
 
 _COLUMNS = ("cell", "state", "worker", "since", "heartbeat")
@@ -112,8 +114,10 @@ def _print_plan(plan: PlanStatus, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from moesaic.report.formatting import counted
+
     left = [(state, plan.count(state)) for state in ("running", "abandoned", "damaged", "missing")]
-    counts = [f"{plan.count('done')} of {_counted(len(plan.cells), 'cell')} done"]
+    counts = [f"{plan.count('done')} of {counted(len(plan.cells), 'cell')} done"]
     counts += [f"{count} {state}" for state, count in left if count]
     console.print(f"{plan.title}: {', '.join(counts)}", markup=False, highlight=False, soft_wrap=True)
     shown = [cell for cell in plan.cells if cell.state != "done"]
@@ -144,7 +148,3 @@ def _time(seconds: float) -> str:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # from a file of anyone's making
         return "?"
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" + ("" if count == 1 else "s")

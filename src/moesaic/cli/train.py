@@ -181,7 +181,7 @@ class Train(DatasetOptions, _TrainOptions):
                 make_folder(out)
         was_complete = (out / "result.json").exists()
         if not was_complete:
-            log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
+            log(f"to follow the training in a browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
@@ -212,16 +212,16 @@ class Train(DatasetOptions, _TrainOptions):
     ) -> Iterator[str]:
         """The commands that follow, each with what it is for."""
         here = shlex.quote(str(out))
-        yield f"moesaic predict {here} IMAGE…      # classes of other images"
-        if cost.routed_parameters:
-            shown = "what its experts look at" if found.cost is None else "which channels images open"
-            yield f"moesaic explain {here} IMAGE…      # {shown}"
-        yield f"moesaic export {here} --format onnx  # one file for a server"
         if not spec.is_pretrained and len(dataset.train) < _FEW_IMAGES and found.accuracy < _GOOD_ACCURACY:
             yield (
                 f"moesaic train {shlex.quote(self.data)} --model timm/mobilenetv2_100 --pretrained"
                 "  # few images: start from a pretrained network"
             )
+        yield f"moesaic predict {here} IMAGE…      # classes of other images"
+        if cost.routed_parameters:
+            shown = "patches that each expert selects" if found.cost is None else "open channels of each image"
+            yield f"moesaic explain {here} IMAGE…      # {shown}"
+        yield f"moesaic export {here} --format onnx  # one file for a server"
 
     def _checked(self) -> tuple[Recipe, str]:
         """Checks the options that do not depend on the images."""
@@ -256,8 +256,9 @@ class Train(DatasetOptions, _TrainOptions):
         )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        if self.eval_every is not None:
-            check_positive("train", eval_every=self.eval_every)
+        counts = ("eval_every", "experts", "patches_per_expert", "patch_size", "tokens_per_expert", "top_k")
+        given = {name: value for name in counts if (value := getattr(self, name)) is not None}
+        check_positive("train", **given)
         if self.snapshots < 0:
             raise ValueError(f"train: --snapshots={self.snapshots}; it must be 0 or more")
         for name in () if self.convert else _OF_CONVERT:
@@ -444,17 +445,22 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 def _show(console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult) -> None:
     """Prints the accuracy and the cost."""
+    from moesaic.report.formatting import counted
+
     say = _printer(console)
     often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
     say(
-        f"{spec.name} on {dataset.name}: {len(dataset.train)} images to train on, {len(found.epochs)} epochs{ended} in "
-        f"{found.seconds:,.0f} s, {found.images / max(found.seconds, 1e-9):,.0f} images/s"
+        f"{spec.name} on {dataset.name}: {counted(len(dataset.train), 'training image')}, "
+        f"{counted(len(found.epochs), 'epoch')}{ended} in {found.seconds:,.{1 if found.seconds < 10 else 0}f} s, "
+        f"{found.images / max(found.seconds, 1e-9):,.0f} images/s"
     )
     say(
-        f"Test accuracy: {found.accuracy:.1f} % of {len(dataset.test)} images; always naming the most frequent class "
-        f"would give {often:.1f} %"
+        f"Test accuracy: {found.accuracy:.1f} % of {counted(len(dataset.test), 'image')}; always predicting the most "
+        f"frequent class would reach {often:.1f} %"
     )
+    if found.accuracy <= often:
+        say("note: the network is no better than that guess; train for more epochs, or start from pretrained weights")
     _show_groups(console, "class", dataset.class_names, dataset.test.labels, found.class_accuracy)
     if dataset.cluster_names != dataset.class_names:
         _show_groups(console, "group", dataset.cluster_names, dataset.test.clusters, found.cluster_accuracy)
@@ -491,11 +497,11 @@ def _cost(cost: ModelCost) -> str:
     if not cost.routed_parameters:
         return f"{parameters}, {work}"
     share, part = 100 * cost.routed_parameters / cost.parameters, 100 * cost.routed_macs / cost.macs
-    saved = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
+    left = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
     return (
-        f"{parameters}, {share:.1f} % of them in the mixture of experts\n"
-        f"{work}, {part:.1f} % of them in the mixture: {saved:.1f} % of what it would take if every expert processed "
-        "the whole image"
+        f"{parameters}, {share:.1f} % of them in routed layers\n"
+        f"{work}, {part:.1f} % of them in routed layers, which would have {100 / left:.1f} times as many if every "
+        "expert processed the whole image"
     )
 
 

@@ -157,7 +157,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         facts.append(("test accuracy", f"{accuracy:.1f} %"))
     if run.predictions is not None and len(run.predictions.labels):
         often = 100 * int(run.predictions.labels.bincount().max()) / len(run.predictions.labels)
-        facts.append(("always the most frequent class", f"{often:.1f} %"))
+        facts.append(("most frequent class alone", f"{often:.1f} %"))
     tested = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
     if len(tested) > 1:
         best = max(tested, key=lambda epoch: epoch.test_accuracy or 0.0)
@@ -403,9 +403,8 @@ def _commands(run: RunRecord) -> list[tuple[str, str]]:
     commands = [(f"moesaic predict {here} IMAGE…", "classes of other images")]
     gated = any("open_share" in epoch.metrics for epoch in run.epochs)
     if gated or any(epoch.routing for epoch in run.epochs):
-        commands.append(
-            (f"moesaic explain {here} IMAGE…", "which channels images open" if gated else "what its experts look at")
-        )
+        purpose = "open channels of each image" if gated else "patches that each expert selects"
+        commands.append((f"moesaic explain {here} IMAGE…", purpose))
     return [*commands, (f"moesaic export {here} --format onnx", "one file for a server")]
 
 
