@@ -26,15 +26,15 @@ ACTIONS = ("status", "merge", "pack")
 
 @dataclass(frozen=True)
 class Cells:
-    """Show or carry the cells that `compare` and `reproduce` store in --out.
+    """Show, merge or pack the results (cells) that `compare` and `reproduce` store in --out.
 
-    status DIR: which cells are done, running (where, since when) and missing. merge DIR… --out DIR: join folders and
-    packed files; the same results may be in several, different ones are an error. pack DIR --out FILE.zip: the finished
-    cells in one file.
+    status DIR lists the cells that are done, running (with worker and start) and missing. merge DIR… --out DIR joins
+    folders and packed files; different results of one cell are an error. pack DIR --out FILE.zip writes the finished
+    cells into one file.
     """
 
     action: Positional[Annotated[str, arg(metavar="status|merge|pack")]]
-    """What to do."""
+    """Action: show the state of the cells, merge folders, or pack a folder."""
     folders: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR…")]]
     """Output folders of compare or reproduce; for merge, packed files too."""
     out: Annotated[Path | None, arg(metavar="DIR|FILE", help_behavior_hint="(for merge and pack)")] = None
@@ -146,5 +146,5 @@ def _row(cell: CellStatus) -> tuple[str, str, str, str, str]:
 def _time(seconds: float) -> str:
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # from a file of anyone's making
+    except (OverflowError, ValueError, OSError):  # a damaged file
         return "?"

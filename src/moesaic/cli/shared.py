@@ -256,13 +256,13 @@ class DatasetOptions(DataArgument):
     """
 
     augment: Annotated[str, arg(metavar="none|flip|flip-crop|strong")] = "none"
-    """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong:
-    these with changes of shape and colours and an erased square."""
+    """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong: flips,
+    crops, changes of shape and colours, and an erased square."""
     img_size: Annotated[
         int | None,
         arg(metavar="PIXELS", help_behavior_hint="(default: the pretrained network's or the dataset's, else 64)"),
     ] = None
-    """Side that images are resized to."""
+    """Height and width that images are resized to."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
     """Folder with the files of a dataset that is given by name."""
     cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None

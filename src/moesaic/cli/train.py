@@ -61,7 +61,7 @@ class _TrainOptions(DataArgument):
     """The most used options first."""
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """Network: wrn10_2_pmoe, timm/resnet18; options after colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
+    """Network, such as wrn10_2_pmoe; options follow colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
     pretrained: bool = False
     """Start with timm's pretrained weights, downloaded from the hub."""
     weights: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
@@ -69,17 +69,17 @@ class _TrainOptions(DataArgument):
     head: Annotated[
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
-    """Head on the last map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
+    """Head on the last feature map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
     epochs: int = 50
     """Passes over the training images."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
     """Output folder of the network and its metrics."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
-    """Number of training images, sampled by --seed with every class in its share."""
+    """Number of training images, sampled by --seed in the proportions of the classes."""
     batch_size: int = 32
     """Samples per step."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate; by default a tenth of the optimizer's for fine-tuning, and each head's own for heads."""
+    """Peak learning rate. Fine-tuning divides the optimizer's default by 10; each head has a default of its own."""
     trainable: TrainableOption = None
     """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
@@ -117,7 +117,7 @@ class _TrainOptions(DataArgument):
     ] = None
     """Number of experts."""
     patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
-    """Number of patches of an image that each expert takes."""
+    """Number of patches of an image that each expert selects."""
     patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
     """Side of a patch on the feature map that is routed."""
     router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
@@ -125,20 +125,20 @@ class _TrainOptions(DataArgument):
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
     """Convolutions or MLPs to convert into mixtures of experts: layer4.1.conv2, 'blocks.*.mlp', last-2; repeatable."""
     init: Annotated[str | None, arg(metavar="scratch|upcycle|split", help_behavior_hint="(default: scratch)")] = None
-    """With --convert, weights of the experts: new ones, those of the layer, or a part of an MLP's for each expert."""
+    """With --convert, initial weights of the experts: random, copies of the layer, or parts of the MLP."""
     tokens_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: by --capacity)")] = None
-    """With --convert of MLPs, number of tokens of an image that each expert takes."""
+    """With --convert of MLPs, number of tokens of an image that each expert selects."""
     capacity: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: 1)")] = None
     """With --convert of MLPs, tokens per expert as a multiple of all tokens divided by the number of experts."""
     top_k: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: 2)")] = None
     """With --convert of MLPs and --router token-choice, number of experts of each token."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
-    """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for networks with
-    channel gates, such as vgg16_deepmoe."""
+    """For networks with channel gates, such as vgg16_deepmoe: target for the mean multiply-adds, as a fraction of the
+    network without gates, such as 0.5."""
     gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
-    """Fraction of the epochs in which channel gates learn before they are frozen."""
+    """Fraction of the epochs in which channel gates are trained before they are frozen."""
     parallel: Annotated[str, arg(metavar="ddp|fsdp")] = "ddp"
     """Under torchrun, ddp: every process has all weights; fsdp: weights and optimizer states are sharded (FSDP2)."""
     eval_every: Annotated[
@@ -146,7 +146,7 @@ class _TrainOptions(DataArgument):
     ] = None
     """Epochs from one test to the next; the last epoch is always tested."""
     snapshots: int = 0
-    """Snapshots of the network to keep over training, more at its beginning; moesaic explain shows them by a slider."""
+    """Number of snapshots of the network to keep, more of them early; moesaic explain has a slider over them."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
     """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
 
@@ -460,7 +460,7 @@ def _show(console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelC
         f"frequent class would reach {often:.1f} %"
     )
     if found.accuracy <= often:
-        say("note: the network is no better than that guess; train for more epochs, or start from pretrained weights")
+        say("note: the network is no better than always predicting one class; train for more epochs (--epochs)")
     _show_groups(console, "class", dataset.class_names, dataset.test.labels, found.class_accuracy)
     if dataset.cluster_names != dataset.class_names:
         _show_groups(console, "group", dataset.cluster_names, dataset.test.clusters, found.cluster_accuracy)
@@ -500,7 +500,7 @@ def _cost(cost: ModelCost) -> str:
     left = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
     return (
         f"{parameters}, {share:.1f} % of them in routed layers\n"
-        f"{work}, {part:.1f} % of them in routed layers, which would have {100 / left:.1f} times as many if every "
+        f"{work}, {part:.1f} % of them in routed layers: {left:.1f} % of the multiply-adds of these layers if every "
         "expert processed the whole image"
     )
 

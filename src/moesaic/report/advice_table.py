@@ -69,7 +69,7 @@ def verdict(found: Advice, commands: Mapping[str, str]) -> list[str]:
                 _command(commands[plan.name]),
             ]
     if len(lines) > 2:
-        lines.append("Times alone: moesaic compare DATA --models … measures the accuracy.")
+        lines.append("Only times were measured: moesaic compare DATA --models … measures the accuracy.")
     return lines
 
 
