@@ -46,7 +46,10 @@ def _write(folder: Path, passes: list[ForwardPass], labels: Tensor, pixels: Tens
     ]
     explanation = explain(passes[-1], CLASSES, labels=labels, top_patches=4)
     # PNG files beside the page are tested elsewhere, and take seconds
-    with patch(f"{_REPORT}.explanation.save_png", _unsaved), patch(f"{_REPORT}.channel_section.save_png", _unsaved):
+    with (
+        patch(f"{_REPORT}.explanation_page.save_png", _unsaved),
+        patch(f"{_REPORT}.channel_section.save_png", _unsaved),
+    ):
         page = write_explanation(
             folder,
             explanation,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moesaic.argument_checks import printable
 
-__all__ = ["counted", "listed", "number", "percent", "short_name"]
+__all__ = ["counted", "duration", "listed", "number", "percent", "short_name"]
 
 
 def number(value: float, *, near: Sequence[float] = ()) -> str:
@@ -55,6 +55,17 @@ def counted(count: int, thing: str) -> str:
     ('1 epoch', '2,000 epochs')
     """
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A duration with its unit: "45 s", "12 min", "3.5 h".
+
+    >>> duration(44.7), duration(700), duration(12_700)
+    ('45 s', '12 min', '3.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def listed(names: Sequence[str]) -> str:

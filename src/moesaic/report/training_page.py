@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.argument_checks import printable
 from moesaic.files import write_atomic
-from moesaic.report.formatting import number, percent
+from moesaic.report.formatting import duration, number, percent
 from moesaic.report.svg_line_chart import Line, LineChart, spaced
 from moesaic.report.templates import render
 from moesaic.training.fit_result import Epoch
@@ -166,7 +166,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         last = run.epochs[-1]
         facts.append(("training accuracy", f"{last.train_accuracy:.1f} %"))
         facts.append(("epochs", f"{len(run.epochs)} of {run.total_epochs}"))
-        facts.append(("training time", _duration(last.seconds)))
+        facts.append(("training time", duration(last.seconds)))
         facts.append(("speed", f"{last.images_per_second:,.0f} images/s"))
     facts.append(("images", f"{run.data.train:,} to train, {run.data.test:,} to test"))
     cost = run.result.cost if run.result is not None else None
@@ -414,9 +414,3 @@ def _cell(value: float | None) -> str:
 
 def _thinned(shown: int, count: int) -> str:
     return "" if shown == count else f"{shown:,} of {count:,} epochs, equally spaced."
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
