@@ -98,7 +98,7 @@ class Cells:
 
         assert self.out is not None
         if self.out.suffix != ".zip":
-            raise ValueError(f"cells: --out={str(self.out)!r} is no zip file; name one such as cells.zip")
+            raise ValueError(f"cells: --out={str(self.out)!r} is not a zip file; name one such as cells.zip")
         check_writable("--out", self.out)
         count = pack_cells(self.folders[0], self.out, log)
         size = self.out.stat().st_size

@@ -85,8 +85,8 @@ def _parse(given: Sequence[str]) -> Command:
     name = given[0]
     if name not in COMMANDS:
         near = get_close_matches(name, [*COMMANDS, "--help", "--version"], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        log(f"moesaic: {name!r} is no command; {hint}The commands are {', '.join(COMMANDS)}")
+        hint = f"did you mean {near[0]!r}? The" if near else "the"
+        log(f"moesaic: {name!r} is not a command; {hint} commands are {', '.join(COMMANDS)}")
         raise SystemExit(2)
     command, words = find_command(given)
     prog = " ".join(["moesaic", *given[:words]])

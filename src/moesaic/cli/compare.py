@@ -231,7 +231,7 @@ class Compare(DatasetOptions, _CompareOptions):
                 "one out"
             )
         if not self.trials.lstrip("-").isdecimal():
-            raise ValueError(f"compare: --trials={self.trials!r} is no whole number; give one such as 5, or auto")
+            raise ValueError(f"compare: --trials={self.trials!r} is not a whole number; give one such as 5, or auto")
         return Grid(models, samples, int(self.trials))
 
     def _recipe(self, models: tuple[str, ...], images: int) -> Recipe:
@@ -415,7 +415,7 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
             numbers.append(int(part))
         except ValueError:
             raise ValueError(
-                f"compare: {option}={text!r}, of which {part!r} is no whole number; give some such as 250,500,1000"
+                f"compare: {option}={text!r}, of which {part!r} is not a whole number; give for example 250,500,1000"
             ) from None
         if numbers[-1] < 1:
             raise ValueError(f"compare: {option}={text!r}, of which {part} is below 1; it must be at least 1")

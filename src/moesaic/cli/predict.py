@@ -90,7 +90,7 @@ class Predict:
             raise ValueError("there are no images: pass image files, or folders or zip files of them")
         if self.csv is not None:
             if self.csv.suffix.lower() != ".csv" or self.csv.is_dir():
-                raise ValueError(f"--csv={str(self.csv)!r} is no name of a CSV file; give one that ends in .csv")
+                raise ValueError(f"--csv={str(self.csv)!r} is not the name of a CSV file; give one that ends in .csv")
             check_writable("--csv", self.csv)
         return resolve_device("predict", self.device)
 

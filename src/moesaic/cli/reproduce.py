@@ -134,7 +134,7 @@ class Reproduce:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise FileNotFoundError(
-                f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
+                f"--data-dir={str(self.data_dir)!r} is not a directory; name one that exists, or leave it out"
             )
         for paper in (PAPERS[name] for name in papers or PAPERS):
             if not selected or any(claim.id in selected for claim in paper.claims):
