@@ -35,7 +35,7 @@ class Cells:
 
     action: Positional[Annotated[str, arg(metavar="status|merge|pack")]]
     """Action: show the state of the cells, merge folders, or pack a folder."""
-    folders: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR…")]]
+    folders: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR", help_behavior_hint="(one; several for merge)")]]
     """Output folders of compare or reproduce; for merge, packed files too."""
     out: Annotated[Path | None, arg(metavar="DIR|FILE", help_behavior_hint="(for merge and pack)")] = None
     """Folder to join the cells in, or zip file to write."""
