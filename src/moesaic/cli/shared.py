@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 
-_FUNCTIONS = ("fit", "Recipe", "create_model", "load_images", "Setting", "models", "subset")
+_FUNCTIONS = ("fit", "Recipe", "create_model", "create_head", "load_images", "Setting", "models", "subset")
 """Functions and classes whose names stand before messages of the library; a command does not print them."""
 _OPTION_OF = {"name": ("model", "models", "network"), "size": ("img_size",)}
 """Options that set an argument of the library under another name."""
