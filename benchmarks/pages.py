@@ -26,7 +26,7 @@ from moesaic.files import write_json
 from moesaic.insight.explain import collect_outputs, explain
 from moesaic.report import describe_machine
 from moesaic.report.embedded_images import picture_of
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 
 ROOT = Path(__file__).parents[1]

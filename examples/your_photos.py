@@ -1,4 +1,4 @@
-"""From a folder of photographs to a trained network, a comparison and a page that shows what the network looks at.
+"""From a folder of photographs to a comparison, trained networks and a page that shows what each expert selects.
 
     python examples/your_photos.py FOLDER --weights mobilenetv2.safetensors
     python examples/your_photos.py FOLDER --pretrained

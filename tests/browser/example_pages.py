@@ -12,7 +12,7 @@ import moesaic
 from moesaic.insight.channel_explanation import GatedOutputs
 from moesaic.insight.explain import ForwardPass, collect_outputs, explain
 from moesaic.report.embedded_images import picture_of
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 from moesaic.routing import TokenChoice
 from moesaic.routing.channel_gate import ChannelGate
@@ -46,7 +46,10 @@ def _write(folder: Path, passes: list[ForwardPass], labels: Tensor, pixels: Tens
     ]
     explanation = explain(passes[-1], CLASSES, labels=labels, top_patches=4)
     # PNG files beside the page are tested elsewhere, and take seconds
-    with patch(f"{_REPORT}.explanation.save_png", _unsaved), patch(f"{_REPORT}.channel_section.save_png", _unsaved):
+    with (
+        patch(f"{_REPORT}.explanation_page.save_png", _unsaved),
+        patch(f"{_REPORT}.channel_section.save_png", _unsaved),
+    ):
         page = write_explanation(
             folder,
             explanation,

@@ -165,7 +165,7 @@ def test_experts_and_gates_can_be_switched_by_mouse(patches: tuple[ExamplePage, 
     assert same(frames(page), expected)
 
 
-def test_a_patch_shows_the_nearest_favourites_of_its_expert(patches: tuple[ExamplePage, Page]):
+def test_a_patch_shows_the_most_similar_top_patches_of_its_expert(patches: tuple[ExamplePage, Page]):
     example, page = patches
     b = shown(example, page)
     page.hover(".target", 0)
@@ -174,12 +174,14 @@ def test_a_patch_shows_the_nearest_favourites_of_its_expert(patches: tuple[Examp
     experts = sorted(expert for expert, n, _ in selected(example, b) if n == patch)
     assert [f"expert {expert}" in page.text(part("patch")) for expert in experts] == [True] * len(experts)
     page.click(".target", 0)
-    titles = page.run("() => [...document.querySelector('.liked').querySelectorAll('.crop')].map((each) => each.title)")
+    titles = page.run(
+        "() => [...document.querySelector('.similar').querySelectorAll('.crop')].map((each) => each.title)"
+    )
     routing, features = example.passes[-1].routing["0"], example.passes[-1].features["0"]
     scores = routing.scores[..., experts[0]].masked_fill(~routing.mask[..., experts[0]], -np.inf)
-    favourite = scores.argmax(1)  # the favourite of each image
+    top = scores.argmax(1)  # the top patch of each image
     far = {
-        other: float((features[other, favourite[other]] - features[b, patch]).norm())
+        other: float((features[other, top[other]] - features[b, patch]).norm())
         for other in range(len(example.labels))
         if other != b
     }
@@ -190,7 +192,7 @@ def test_a_patch_shows_the_nearest_favourites_of_its_expert(patches: tuple[Examp
     for other, limit in zip(found, sorted(far.values()), strict=False):
         assert far[other] == pytest.approx(limit, abs=tolerance)
     assert "most similar" in page.text(part("patch"))
-    page.click(".liked .crop", 0)
+    page.click(".similar .crop", 0)
     assert shown(example, page) == found[0]
     page.click("#tab-experts")
     page.choose(part("which-expert"), str(experts[0]))

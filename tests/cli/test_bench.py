@@ -66,7 +66,8 @@ def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("asked", "complaint"),
     [
-        (Bench("model"), "WHAT='model' is unknown; use 'layer'"),
+        (Bench("lair"), r"WHAT='lair' is unknown; use 'layer' or 'model' \(did you mean 'layer'\?\)"),
+        (Bench("model"), "model must be the first word: moesaic bench model NETWORK"),
         (Bench("layer", channels=0), "--channels=0; it must be at least 1"),
         (Bench("layer", repetitions=0), "--repetitions=0; it must be at least 1"),
         (Bench("layer", size=15), r"a 15×15 map is not divisible into 4×4 patches; pad it to 16×16"),
@@ -132,5 +133,5 @@ def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_bench_model_refuses_in_one_line(options: dict[str, Any], complaint: str):
-    with pytest.raises(CommandError, match=f"^moesaic bench: .*{complaint}"):
+    with pytest.raises(CommandError, match=f"^moesaic bench model: .*{complaint}"):
         BenchModel(**{"network": "wrn10_1_pmoe", "device": "cpu", **options}).run([])

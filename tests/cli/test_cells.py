@@ -60,7 +60,7 @@ def test_a_folder_is_packed_and_merged(sweep: Path, capsys: pytest.CaptureFixtur
         (["merge", "none", "--out", "x"], "none: there is no such folder or archive; check the path"),
         (["merge", "out", "--out", "x", "--json"], "--json is for status, not for merge; leave it out"),
         (["pack", "out"], "pack without --out; add --out FILE.zip"),
-        (["pack", "out", "--out", "x.tar"], "--out='x.tar' is no zip file; name one such as cells.zip"),
+        (["pack", "out", "--out", "x.tar"], "--out='x.tar' is not a zip file; name one such as cells.zip"),
         (["pack", "out", "--out", "no/x.zip"], "there is no directory no; create it, or name another file"),
     ],
 )

@@ -45,10 +45,10 @@ def test_tables_fit_80_columns(given: str, capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        (["reproduse"], "'reproduse' is no command; did you mean 'reproduce'?"),
-        (["trian", "x", "--epochs", "3"], "'trian' is no command; did you mean 'train'?"),
+        (["reproduse"], "'reproduse' is not a command; did you mean 'reproduce'?"),
+        (["trian", "x", "--epochs", "3"], "'trian' is not a command; did you mean 'train'?"),
         (["--versio"], "did you mean '--version'?"),
-        (["xyzzy"], "'xyzzy' is no command; The commands are train, compare"),
+        (["xyzzy"], "'xyzzy' is not a command; the commands are train, compare"),
         ([], "commands:"),
         (["train", "x", "--epoch", "3"], "--epochs INT"),
         (["claims", "--papr", "chen2022"], "--paper ID"),

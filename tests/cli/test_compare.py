@@ -16,7 +16,7 @@ from PIL import Image
 from moesaic.cli.compare import Compare
 from moesaic.cli.shared import CommandError
 from moesaic.report.chart import read_charts
-from moesaic.report.comparison import write_comparison_report
+from moesaic.report.comparison_report import write_comparison_report
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
 from moesaic.training.paired_comparison import paired_comparisons
@@ -183,25 +183,29 @@ def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--models", "wrn10_1,wrn10_1pmoe"], r"'wrn10_1pmoe' is unknown; .*did you mean 'wrn10_1_pmoe'"),
+        (["--models", "wrn10_1,wrn10_1pmoe"], r" --models='wrn10_1pmoe' is unknown; .*did you mean 'wrn10_1_pmoe'"),
         (["--models", "wrn10_1,wrn10_1_pmoe:router=sofd"], r"router='sofd' is unknown .did you mean 'soft'"),
         (["--models", "wrn10_1,wrn10_1_pmoe:router=no_module:Mine"], "'no_module' cannot be imported"),
         (["--models", "wrn10_1"], "has 1 of the at least 2 models"),
         (["--models", "wrn10_1,wrn10_1"], "models names 'wrn10_1' twice"),
-        (["--samples", "8,25"], "samples=25, but there are 24 images to train on in mosaics; use at most 24"),
+        (["--samples", "8,25"], " --samples=25, but there are 24 images to train on in mosaics; use at most 24"),
         (["--samples", "1,8"], "samples=1 is less than one image for each of the 2 classes"),
-        (["--samples", "8,many"], r"--samples='8,many', of which 'many' is no whole number; give some such as"),
+        (
+            ["--samples", "8,many"],
+            r"--samples='8,many', of which 'many' is not a whole number; give for example 250,500",
+        ),
         (["--samples", "0"], "of which 0 is below 1"),
         (["--samples", ","], "samples names no number"),
         (["--trials", "1"], "trials=1; it must be at least 2"),
         (["--optimizer", "adam"], r"--optimizer='adam' is unknown; .*did you mean 'adamw'"),
-        (["--epochs", "0"], "epochs=0; it must be at least 1"),
+        (["--img-size", "0"], " --img-size=0; it must be at least 1"),
+        (["--epochs", "0"], " --epochs=0; it must be at least 1"),
         (["--augment", "flips"], r"augment='flips' is unknown; .*did you mean 'flip'"),
         (["--device", "gpu"], "--device='gpu' is unknown"),
         (["--seed", "-1"], "--seed=-1; it must be from 0"),
-        (["--trials", "some"], "--trials='some' is no whole number; give one such as 5, or auto"),
+        (["--trials", "some"], "--trials='some' is not a whole number; give one such as 5, or auto"),
         (["--max-trials", "9"], "--max-trials=9 with --trials=2; it is for --trials auto: leave one out"),
-        (["--trials", "auto", "--max-trials", "99"], "max_trials=99; it must be from 3 to 24"),
+        (["--trials", "auto", "--max-trials", "99"], " --max-trials=99; it must be from 3 to 24"),
         (["--minutes", "0"], "--minutes=0; it must be above 0"),
         (["--minutes", "0.001"], r"--minutes 0.001 is too little: .* the smallest plan .* use --minutes .* or more"),
     ],
@@ -226,7 +230,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(mosaics, capsys):
     assert compare("mosaics", *SMALL, "--trials", "auto", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(
-        r"(About|From) .* on this machine: 2 networks × 2 label counts × 3 trials, up to 12 where", lines[0]
+        r"(About|From) .* on this machine: 2 networks × 2 label counts × 3 trials, up to 12 while", lines[0]
     )
     assert lines[1] == "  8 and 16 labels, 2 epochs"
     assert [re.match(r"  (\S+): \d+ s; a step takes \d+ ms", line)[1] for line in lines[2:]] == [

@@ -200,7 +200,7 @@ def test_an_interrupted_explanation_runs_again_in_its_folder(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("moesaic.report.explanation.draw_gates", interrupted)
+        patch.setattr("moesaic.report.explanation_page.draw_gates", interrupted)
         with pytest.raises(KeyboardInterrupt):
             Explain(run, (pets,), max_images=1, top_patches=2, out=out).run(["explain"])
     assert not (out / "explanation.json").exists()

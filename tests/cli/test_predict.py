@@ -132,10 +132,10 @@ def test_the_most_probable_classes_are_printed(pets: Path, capsys: pytest.Captur
     [
         (["nowhere", "pets"], "nowhere is not there"),
         (["run", "nowhere"], "there is no file or folder nowhere"),
-        (["run", "pets/notes.txt"], "none of the 1 files is an image that can be read"),
+        (["run", "pets/notes.txt"], "pets/notes.txt is not an image that can be read"),
         (["run", "pets", "--top", "0"], "top=0; it must be at least 1"),
-        (["run", "pets", "--batch-size", "0"], "batch_size=0; it must be at least 1"),
-        (["run", "pets", "--csv", "a.png"], "'a.png' is no name of a CSV file; give one that ends in .csv"),
+        (["run", "pets", "--batch-size", "0"], "--batch-size=0; it must be at least 1"),
+        (["run", "pets", "--csv", "a.png"], "'a.png' is not the name of a CSV file; give one that ends in .csv"),
         (["run", "pets", "--csv", "no/a.csv"], "there is no directory no; create it"),
         (["run", "pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["run", "pets", "--router", "soft"], "has no router that is not moesaic's; leave router out"),

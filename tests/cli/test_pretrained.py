@@ -41,7 +41,7 @@ def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timm) -> None:
 
 def test_the_head_learns_from_features_by_default(pets, capsys):
     assert main(["train", "pets", *NETWORK, *SHORT, "--out", "out"]) == 0
-    assert "timm/test_resnet on pets: 16 images to train on" in capsys.readouterr().out
+    assert "timm/test_resnet on pets: 16 training images, " in capsys.readouterr().out
     config = json.loads(Path("out/config.json").read_text())
     assert config["recipe"]["trainable"] == "head"
     assert config["recipe"]["lr"] == HEAD_LRS["mean"]
@@ -137,12 +137,12 @@ def test_a_moved_file_resumes_and_a_changed_one_does_not(pets, capsys):
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (["--weights", "nowhere"], "weights='nowhere' is not there; name a file of weights"),
+        (["--weights", "nowhere"], "--weights='nowhere' is not there; name a file of weights"),
         (["--model", "wrn10_1", "--pretrained"], "wrn10_1 is not timm's; use --weights FILE"),
-        (["--trainable", "none"], "trainable='none' is unknown; use 'all', 'head' or 'last-N'"),
-        (["--trainable", "last-99"], "trainable='last-99', but ResNet has 7 layers before its classifier"),
-        (["--head", "routd"], "head='routd' is unknown; .*did you mean 'routed'"),
-        (["--layer-decay", "2"], "layer_decay=2.0; it must be above 0 and at most 1"),
+        (["--trainable", "none"], "--trainable='none' is unknown; use 'all', 'head' or 'last-N'"),
+        (["--trainable", "last-99"], "--trainable='last-99', but ResNet has 7 layers before its classifier"),
+        (["--head", "routd"], "--head='routd' is unknown; .*did you mean 'routed'"),
+        (["--layer-decay", "2"], "--layer-decay=2.0; it must be above 0 and at most 1"),
     ],
 )
 def test_bad_input_is_told_in_one_line(pets, given, fault, capsys):
@@ -217,7 +217,7 @@ def test_layers_that_a_compared_network_does_not_have_are_told(pets, capsys):
     models = "wrn10_1,timm/test_resnet:weights=weights.safetensors"
     given = ["--models", models, "--samples", "4", "--img-size", "32", "--trainable", "last-99"]
     assert main(["compare", "pets", *given, *SHORT]) == 2
-    assert "trainable='last-99', but ResNet has 7 layers" in capsys.readouterr().err.splitlines()[-1]
+    assert "--trainable='last-99', but ResNet has 7 layers" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_one_pretrained_network_is_compared_with_other_heads(pets, capsys):

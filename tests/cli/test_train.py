@@ -58,22 +58,24 @@ def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, capsys):
     assert train("pets", *SMALL, "--augment", "flip") == 0
     said, logged = capsys.readouterr()
-    assert "to follow it in the browser: moesaic view runs/train-pets-wrn10_1_pmoe" in logged
+    assert "to follow the training in a browser: moesaic view runs/train-pets-wrn10_1_pmoe" in logged
     out = Path("runs/train-pets-wrn10_1_pmoe")
     assert f"Network: {out / 'model.safetensors'}" in said
-    assert "wrn10_1_pmoe on pets: 24 images to train on, 2 epochs in" in said
+    assert "wrn10_1_pmoe on pets: 24 training images, 2 epochs in" in said
     result = json.loads((out / "result.json").read_text())
     assert f"Test accuracy: {result['accuracy']:.1f} % of 6 images" in said
-    assert "always naming the most frequent class would give 50.0 %" in said
+    assert "always predicting the most frequent class would reach 50.0 %" in said
     assert re.search(rf"^cat +3 +{result['class_accuracy'][1]:.1f} %$", said, re.MULTILINE)
     assert re.search(rf"^\[bold\]dog +3 +{result['class_accuracy'][0]:.1f} %$", said, re.MULTILINE)
-    assert re.search(r"^[\d,]+ parameters, [\d.]+ % of them in the mixture of experts$", said, re.MULTILINE)
-    assert re.search(r"^[\d.]+ M multiply-adds per image, [\d.]+ % of them in the mixture: ", said, re.MULTILINE)
+    assert re.search(r"^[\d,]+ parameters, [\d.]+ % of them in routed layers$", said, re.MULTILINE)
+    assert re.search(r"^[\d.]+ M multiply-adds per image, [\d.]+ % of them in routed layers: ", said, re.MULTILINE)
     assert f"moesaic explain {out} IMAGE…" in said
     assert f"moesaic export {out} --format onnx" in said
     assert f"\nPage: {out / 'report.html'}\nNext:\n" in said
     advice = "moesaic train pets --model timm/mobilenetv2_100 --pretrained  # few images"
     assert (advice in said) == (result["accuracy"] < 90)
+    assert advice not in said or said.index(advice) < said.index("moesaic predict")
+    assert ("no better than always predicting one class" in said) == (result["accuracy"] <= 50)
     page = (out / "report.html").read_text("utf-8")
     assert f"{result['accuracy']:.1f}\u00a0% test accuracy" in page
     assert "body.group3.0.moe" in page
@@ -96,7 +98,7 @@ def test_inside_the_folder_of_images_its_own_output_is_no_class(pets, capsys, mo
     said = capsys.readouterr()
     assert first.partition("Test accuracy")[2] == said.out.partition("Test accuracy")[2]
     assert "runs/train-pets-wrn10_1_pmoe is complete, and nothing was trained; to train again, remove it" in said.err
-    assert "to follow it" not in said.err
+    assert "to follow" not in said.err
     assert "runs/train-pets-wrn10_1_pmoe was written by moesaic; it is ignored" in said.err
     assert "shown was written by moesaic; it is ignored" in said.err
     assert load_checkpoint("runs/train-pets-wrn10_1_pmoe").class_names == ("[bold]dog", "cat")
@@ -150,7 +152,7 @@ def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (["--target-macs", "0.001"], r"target_macs=0.001 is less than .*; use 0\.\d+ or more"),
+        (["--target-macs", "0.001"], r"--target-macs=0.001 is less than .*; use 0\.\d+ or more"),
         (["--target-macs", "2"], "target_macs=2.0; it must be a fraction of the dense network's multiply-adds"),
         (["--joint-fraction", "0"], "joint_fraction=0.0; it must be above 0"),
         (
@@ -216,7 +218,9 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
     layer = next(name for name in reversed(plain) if "group3" in name)
     convert = ["--model", "wrn10_1", "--convert", layer, "--experts", "4"]
     assert train("pets", *SMALL, "--epochs", "1", *convert, "--out", "out") == 0
-    assert "% of them in the mixture" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "% of them in routed layers" in said
+    assert ", 1 epoch in " in said
     spelled = ["--model", f"wrn10_1:convert={layer}:experts=4"]
     assert train("pets", *SMALL, "--epochs", "1", *spelled, "--out", "spelled") == 0
     assert Path("out/model.safetensors").read_bytes() == Path("spelled/model.safetensors").read_bytes()
@@ -300,11 +304,16 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
     ("given", "fault"),
     [
         (["nowhere"], "there is no folder or zip file 'nowhere'; check the path, or name one of the datasets 'mnist'"),
-        (["pets", "--model", "wrn10_1_pmo"], "did you mean 'wrn10_1_pmoe'"),
-        (["pets", "--samples", "1000"], "samples=1000, but there are 24 training images in pets"),
-        (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
+        (
+            ["pets", "--model", "wrn10_1_pmo"],
+            "moesaic train: --model='wrn10_1_pmo' is unknown; did you mean 'wrn10_1_pmoe'",
+        ),
+        (["pets", "--samples", "1000"], " --samples=1000, but there are 24 training images in pets"),
+        (["pets", "--epochs", "0"], " --epochs=0; it must be at least 1"),
+        (["pets", "--img-size", "0"], " --img-size=0; it must be at least 1"),
+        (["pets", "--experts", "-2"], "moesaic train: --experts=-2; it must be at least 1"),
         (["pets", "--optimizer", "adam"], "did you mean 'adamw'"),
-        (["pets", "--eval-every", "0"], "eval_every=0; it must be at least 1"),
+        (["pets", "--eval-every", "0"], " --eval-every=0; it must be at least 1"),
         (["pets", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),

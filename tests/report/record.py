@@ -30,10 +30,10 @@ from moesaic.insight.cluster_dispatch import DispatchTable
 from moesaic.insight.explain import ForwardPass
 from moesaic.report.chart import read_charts
 from moesaic.report.chart_drawing import draw
-from moesaic.report.comparison import write_comparison_report
 from moesaic.report.comparison_charts import comparison_charts
+from moesaic.report.comparison_report import write_comparison_report
 from moesaic.report.embedded_images import picture_of
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.training.paired_comparison import paired_comparisons

@@ -16,11 +16,10 @@ from moesaic.insight.channel_metrics import ChannelUsage, GateDistances
 from moesaic.insight.explain import Explanation, ForwardPass, explain
 from moesaic.insight.image_cost import Costs, MeanCost
 from moesaic.intervals import Estimate
-from moesaic.report.channel_charts import gate_charts
-from moesaic.report.channel_figures import draw_patterns
+from moesaic.report.channel_figures import draw_patterns, gate_charts
 from moesaic.report.channel_section import GateFigures, channel_section
 from moesaic.report.embedded_images import picture_of
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 from moesaic.routing.channel_gate import ChannelGate
 

@@ -26,8 +26,8 @@ def test_the_first_line_says_what_the_run_takes():
         "  b: 7 min; a step takes 2.5 s",
     ]
     assert describe_plan(GROWING)[0] == (
-        "From 12 min to 48 min on this machine: 2 networks × 3 label counts × 3 trials, up to 12 where the answer is "
-        "open"
+        "From 12 min to 48 min on this machine: 2 networks × 3 label counts × 3 trials, up to 12 while a comparison is "
+        "undecided"
     )
     assert describe_plan(GROWING, minutes=20)[0].startswith("From 12 min to 20 min on")
     one = replace(FIXED, grid=replace(FIXED.grid, samples=(250,)), finished=2)

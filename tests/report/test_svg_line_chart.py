@@ -85,3 +85,9 @@ def test_the_ticks_of_an_axis_are_all_decimals_or_all_powers():
     powers = LineChart("Rate", "", (1, 2), (Line("rate", (0.0004, 0.0001)),), low=0.0).svg
     assert "4·10⁻⁴" in powers
     assert "0.0004</text>" not in powers
+
+
+def test_the_ticks_of_an_axis_are_at_the_values_that_they_name():
+    svg = LineChart("Loss", "", (1, 2), (Line("loss", (1.24, 1.36)),)).svg
+    ticks = re.findall(r'text-anchor="end">([^<]*)</text>', svg)
+    assert ticks == ["1.225", "1.25", "1.275", "1.3", "1.325", "1.35", "1.375"]

@@ -116,7 +116,7 @@ def test_a_run_that_is_not_complete_says_so(tmp_path):
 
 
 def test_a_network_without_mistakes_is_told(tmp_path):
-    assert "There is none" in page_of(tmp_path, classes=("only",))
+    assert "No mistakes: all test images were classified correctly" in page_of(tmp_path, classes=("only",))
 
 
 class Markup(HTMLParser):

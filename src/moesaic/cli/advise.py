@@ -1,4 +1,4 @@
-"""`moesaic advise`: what routing would gain in a dense network on this machine, and the command to go on."""
+"""`moesaic advise`: times routing in a dense network on this machine, and prints the command to train it."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = ["Advise", "train_command"]
 
 @dataclass(frozen=True)
 class Advise(NetworkOptions):
-    """Find out what routing would gain in a dense network on this machine, and the command to go on.
+    """Time routing in a dense network on this machine, and print the command that trains the routed network.
 
-    Times each layer that can be routed, dense and routed; prints the bound that its share of the time sets on the
-    network's speed; times the network with the layers that gain; and says "not worth it" where it is not. Nothing is
-    trained: accuracy is for moesaic compare.
+    Times each layer that can be routed, dense and routed; prints the bound that the layer's share of the time sets on
+    the speed of the network; times the network with the layers that are faster routed; and says "not worth it" where
+    none is. Nothing is trained: moesaic compare measures accuracy.
     """
 
     experts: int = 8
-    """Experts of a routed layer."""
+    """Number of experts of a routed layer."""
     capacity: Annotated[
         float | None, arg(metavar="FACTOR", help_behavior_hint="(default: 1; half of the experts with init=split)")
     ] = None
-    """Experts that process a token on average, in routed MLPs; as in moesaic train --convert."""
+    """Mean number of experts of a token in routed MLPs; as in moesaic train --convert."""
     keep: float = 0.5
-    """Share of the tokens that blocks of a transformer process where they skip the others."""
+    """Share of the tokens that a transformer block processes; the other tokens skip the block."""
     compile: bool = False
     """Time whole networks under torch.compile as well, which takes a minute or more for each."""
     repetitions: int = 3
@@ -48,7 +48,7 @@ class Advise(NetworkOptions):
 
         from moesaic.bench.advise import RoutingOptions, advise
         from moesaic.report import describe_machine
-        from moesaic.report.advice_text import advice_json, print_advice
+        from moesaic.report.advice_table import advice_json, print_advice
 
         with user_errors("advise"):
             self._check()
@@ -92,7 +92,7 @@ class Advise(NetworkOptions):
 
 
 def train_command(plan: Plan, network: Network) -> list[str]:
-    """The words of `moesaic train` that follow a plan: one conversion by its options, others in the network's name."""
+    """The command line of `moesaic train` for a plan: one conversion as options, several in the network's name."""
     from moesaic.models.model_string import format_model_string
 
     conversions = [*network.spec.conversions, *plan.conversions]

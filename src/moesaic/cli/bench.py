@@ -91,7 +91,9 @@ class Bench:
         from moesaic.report import describe_machine, print_layer_times
 
         with user_errors("bench"):
-            check_choice("bench", "WHAT", self.what, ("layer",))
+            check_choice("bench", "WHAT", self.what, ("layer", "model"))
+            if self.what == "model":
+                raise ValueError("model must be the first word: moesaic bench model NETWORK")
             shape, options = self._shape(), self._options()
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"

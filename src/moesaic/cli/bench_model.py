@@ -43,9 +43,9 @@ class BenchModel(NetworkOptions):
         from moesaic.report import describe_machine
         from moesaic.report.model_benchmark_table import benchmark_json, print_model_benchmark
 
-        with user_errors("bench"):
-            self.check("bench", {"--repetitions": self.repetitions})
-            device = resolve_device("bench", self.device)
+        with user_errors("bench model"):
+            self.check("bench model", {"--repetitions": self.repetitions})
+            device = resolve_device("bench model", self.device)
             gpu = torch.device(device).type == "cuda"
             modes, network = self._modes(gpu), self.build()
             self.warn_if_busy(device)
@@ -75,7 +75,7 @@ class BenchModel(NetworkOptions):
 
         if self.mode is None:
             return list(MODES) if gpu else ["eager", "compiled"]
-        check_choice("bench", "--mode", self.mode, MODES)
+        check_choice("bench model", "--mode", self.mode, MODES)
         if self.mode == "captured" and not gpu:
             raise ValueError("--mode=captured needs a GPU: CPUs have no CUDA graphs; use eager or compiled")
         return [mode for mode in MODES if mode == self.mode]

@@ -1,4 +1,4 @@
-"""Opens a page in the user's browser, where there is someone to see it."""
+"""Opens a page in the browser, where there is a terminal and a display."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ ACTIONS = ("status", "merge", "pack")
 
 @dataclass(frozen=True)
 class Cells:
-    """Show or carry the cells that `compare` and `reproduce` store in --out.
+    """Show, merge or pack the results (cells) that `compare` and `reproduce` store in --out.
 
-    status DIR: which cells are done, running (where, since when) and missing. merge DIR… --out DIR: join folders and
-    packed files; the same results may be in several, different ones are an error. pack DIR --out FILE.zip: the finished
-    cells in one file.
+    status DIR lists the cells that are done, running (with worker and start) and missing. merge DIR… --out DIR joins
+    folders and packed files; different results of one cell are an error. pack DIR --out FILE.zip writes the finished
+    cells into one file.
     """
 
     action: Positional[Annotated[str, arg(metavar="status|merge|pack")]]
-    """What to do."""
-    folders: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR…")]]
+    """Action: show the state of the cells, merge folders, or pack a folder."""
+    folders: Positional[Annotated[tuple[Path, ...], arg(metavar="DIR", help_behavior_hint="(one; several for merge)")]]
     """Output folders of compare or reproduce; for merge, packed files too."""
     out: Annotated[Path | None, arg(metavar="DIR|FILE", help_behavior_hint="(for merge and pack)")] = None
     """Folder to join the cells in, or zip file to write."""
@@ -83,24 +83,26 @@ class Cells:
             _print_plan(plan, console)
 
     def _merge(self) -> None:
+        from moesaic.report.formatting import counted
         from moesaic.training.cell_transfer import merge_cells
 
         assert self.out is not None
         done = merge_cells(self.folders, self.out, log)
-        networks = f", {_counted(done.networks, 'network')}" if done.networks else ""
+        networks = f", {counted(done.networks, 'network')}" if done.networks else ""
         known = f"; {done.known} were there already" if done.known else ""
-        sys.stdout.write(f"{_counted(done.cells, 'cell')}{networks} added to {self.out}{known}\n")
+        sys.stdout.write(f"{counted(done.cells, 'cell')}{networks} added to {self.out}{known}\n")
 
     def _pack(self) -> None:
+        from moesaic.report.formatting import counted
         from moesaic.training.cell_transfer import pack_cells
 
         assert self.out is not None
         if self.out.suffix != ".zip":
-            raise ValueError(f"cells: --out={str(self.out)!r} is no zip file; name one such as cells.zip")
+            raise ValueError(f"cells: --out={str(self.out)!r} is not a zip file; name one such as cells.zip")
         check_writable("--out", self.out)
         count = pack_cells(self.folders[0], self.out, log)
         size = self.out.stat().st_size
-        sys.stdout.write(f"{_counted(count, 'cell')} in {self.out}, {size / 1e6:.1f} MB\n")
+        sys.stdout.write(f"{counted(count, 'cell')} in {self.out}, {size / 1e6:.1f} MB\n")
 
 
 _COLUMNS = ("cell", "state", "worker", "since", "heartbeat")
@@ -112,8 +114,10 @@ def _print_plan(plan: PlanStatus, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from moesaic.report.formatting import counted
+
     left = [(state, plan.count(state)) for state in ("running", "abandoned", "damaged", "missing")]
-    counts = [f"{plan.count('done')} of {_counted(len(plan.cells), 'cell')} done"]
+    counts = [f"{plan.count('done')} of {counted(len(plan.cells), 'cell')} done"]
     counts += [f"{count} {state}" for state, count in left if count]
     console.print(f"{plan.title}: {', '.join(counts)}", markup=False, highlight=False, soft_wrap=True)
     shown = [cell for cell in plan.cells if cell.state != "done"]
@@ -142,9 +146,5 @@ def _row(cell: CellStatus) -> tuple[str, str, str, str, str]:
 def _time(seconds: float) -> str:
     try:
         return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # from a file of anyone's making
+    except (OverflowError, ValueError, OSError):  # a damaged file
         return "?"
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}" + ("" if count == 1 else "s")

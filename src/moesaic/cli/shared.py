@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,8 +51,10 @@ __all__ = [
 ]
 
 
-_FUNCTIONS = ("fit", "Recipe", "create_model", "load_images")
-"""Names before messages of the library, which mean nothing to who types a command."""
+_FUNCTIONS = ("fit", "Recipe", "create_model", "create_head", "load_images", "Setting", "models", "subset")
+"""Functions and classes whose names stand before messages of the library; a command does not print them."""
+_OPTION_OF = {"name": ("model", "models", "network"), "size": ("img_size",)}
+"""Options that set an argument of the library under another name."""
 
 TrainableOption = Annotated[
     str | None,
@@ -80,7 +82,19 @@ def user_errors(command: str) -> Generator[None]:
         message = " ".join(str(error).split())
         for name in (command, *_FUNCTIONS):
             message = message.removeprefix(f"{name}: ")
-        raise CommandError(f"moesaic {command}: {message}") from error
+        raise CommandError(f"moesaic {command}: {_with_option(command, message)}") from error
+
+
+def _with_option(command: str, message: str) -> str:
+    """Names the option that was typed in place of the argument that it sets: ``epochs=0; …`` as ``--epochs=0; …``."""
+    from moesaic.cli.commands import find_command
+
+    name, equals, rest = message.partition("=")
+    options = [field.name for field in fields(find_command(command.split())[0])]
+    found = next((each for each in (name, *_OPTION_OF.get(name, ())) if each in options), None)
+    if not equals or found is None:
+        return message
+    return f"{'NETWORK' if found == 'network' else '--' + found.replace('_', '-')}={rest}"
 
 
 def load_run(path: Path, device: str, router: str | None) -> Checkpoint:
@@ -242,13 +256,13 @@ class DatasetOptions(DataArgument):
     """
 
     augment: Annotated[str, arg(metavar="none|flip|flip-crop|strong")] = "none"
-    """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong:
-    these with changes of shape and colours and an erased square."""
+    """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong: flips,
+    crops, changes of shape and colours, and an erased square."""
     img_size: Annotated[
         int | None,
         arg(metavar="PIXELS", help_behavior_hint="(default: the pretrained network's or the dataset's, else 64)"),
     ] = None
-    """Side that images are resized to."""
+    """Height and width that images are resized to."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
     """Folder with the files of a dataset that is given by name."""
     cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
@@ -267,7 +281,7 @@ class DatasetOptions(DataArgument):
         return load_images(
             self.data,
             data_dir=self.data_dir,
-            size=self.img_size or image_size,
+            size=image_size if self.img_size is None else self.img_size,
             cache_dir=self.cache_dir,
             augment=augment,
             seed=self.seed,

@@ -61,7 +61,7 @@ class _TrainOptions(DataArgument):
     """The most used options first."""
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """Network: wrn10_2_pmoe, timm/resnet18; options after colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
+    """Network, such as wrn10_2_pmoe; options follow colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
     pretrained: bool = False
     """Start with timm's pretrained weights, downloaded from the hub."""
     weights: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
@@ -69,17 +69,17 @@ class _TrainOptions(DataArgument):
     head: Annotated[
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
-    """Head on the last map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
+    """Head on the last feature map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
     epochs: int = 50
     """Passes over the training images."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
     """Output folder of the network and its metrics."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
-    """Number of training images, sampled by --seed with every class in its share."""
+    """Number of training images, sampled by --seed in the proportions of the classes."""
     batch_size: int = 32
     """Samples per step."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate; by default a tenth of the optimizer's for fine-tuning, and each head's own for heads."""
+    """Peak learning rate. Fine-tuning divides the optimizer's default by 10; each head has a default of its own."""
     trainable: TrainableOption = None
     """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
@@ -117,7 +117,7 @@ class _TrainOptions(DataArgument):
     ] = None
     """Number of experts."""
     patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
-    """Number of patches of an image that each expert takes."""
+    """Number of patches of an image that each expert selects."""
     patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
     """Side of a patch on the feature map that is routed."""
     router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
@@ -125,20 +125,20 @@ class _TrainOptions(DataArgument):
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
     """Convolutions or MLPs to convert into mixtures of experts: layer4.1.conv2, 'blocks.*.mlp', last-2; repeatable."""
     init: Annotated[str | None, arg(metavar="scratch|upcycle|split", help_behavior_hint="(default: scratch)")] = None
-    """With --convert, weights of the experts: new ones, those of the layer, or a part of an MLP's for each expert."""
+    """With --convert, initial weights of the experts: random, copies of the layer, or parts of the MLP."""
     tokens_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: by --capacity)")] = None
-    """With --convert of MLPs, number of tokens of an image that each expert takes."""
+    """With --convert of MLPs, number of tokens of an image that each expert selects."""
     capacity: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: 1)")] = None
     """With --convert of MLPs, tokens per expert as a multiple of all tokens divided by the number of experts."""
     top_k: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: 2)")] = None
     """With --convert of MLPs and --router token-choice, number of experts of each token."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
-    """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for networks with
-    channel gates, such as vgg16_deepmoe."""
+    """For networks with channel gates, such as vgg16_deepmoe: target for the mean multiply-adds, as a fraction of the
+    network without gates, such as 0.5."""
     gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
-    """Fraction of the epochs in which channel gates learn before they are frozen."""
+    """Fraction of the epochs in which channel gates are trained before they are frozen."""
     parallel: Annotated[str, arg(metavar="ddp|fsdp")] = "ddp"
     """Under torchrun, ddp: every process has all weights; fsdp: weights and optimizer states are sharded (FSDP2)."""
     eval_every: Annotated[
@@ -146,7 +146,7 @@ class _TrainOptions(DataArgument):
     ] = None
     """Epochs from one test to the next; the last epoch is always tested."""
     snapshots: int = 0
-    """Snapshots of the network to keep over training, more at its beginning; moesaic explain shows them by a slider."""
+    """Number of snapshots of the network to keep, more of them early; moesaic explain has a slider over them."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
     """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
 
@@ -181,7 +181,7 @@ class Train(DatasetOptions, _TrainOptions):
                 make_folder(out)
         was_complete = (out / "result.json").exists()
         if not was_complete:
-            log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
+            log(f"to follow the training in a browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
@@ -212,16 +212,16 @@ class Train(DatasetOptions, _TrainOptions):
     ) -> Iterator[str]:
         """The commands that follow, each with what it is for."""
         here = shlex.quote(str(out))
-        yield f"moesaic predict {here} IMAGE…      # classes of other images"
-        if cost.routed_parameters:
-            shown = "what its experts look at" if found.cost is None else "which channels images open"
-            yield f"moesaic explain {here} IMAGE…      # {shown}"
-        yield f"moesaic export {here} --format onnx  # one file for a server"
         if not spec.is_pretrained and len(dataset.train) < _FEW_IMAGES and found.accuracy < _GOOD_ACCURACY:
             yield (
                 f"moesaic train {shlex.quote(self.data)} --model timm/mobilenetv2_100 --pretrained"
                 "  # few images: start from a pretrained network"
             )
+        yield f"moesaic predict {here} IMAGE…      # classes of other images"
+        if cost.routed_parameters:
+            shown = "patches that each expert selects" if found.cost is None else "open channels of each image"
+            yield f"moesaic explain {here} IMAGE…      # {shown}"
+        yield f"moesaic export {here} --format onnx  # one file for a server"
 
     def _checked(self) -> tuple[Recipe, str]:
         """Checks the options that do not depend on the images."""
@@ -256,8 +256,9 @@ class Train(DatasetOptions, _TrainOptions):
         )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        if self.eval_every is not None:
-            check_positive("train", eval_every=self.eval_every)
+        counts = ("eval_every", "experts", "patches_per_expert", "patch_size", "tokens_per_expert", "top_k")
+        given = {name: value for name in counts if (value := getattr(self, name)) is not None}
+        check_positive("train", **given)
         if self.snapshots < 0:
             raise ValueError(f"train: --snapshots={self.snapshots}; it must be 0 or more")
         for name in () if self.convert else _OF_CONVERT:
@@ -444,17 +445,22 @@ def _printer(console: Console) -> Callable[[str], None]:
 
 def _show(console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult) -> None:
     """Prints the accuracy and the cost."""
+    from moesaic.report.formatting import counted
+
     say = _printer(console)
     often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
     say(
-        f"{spec.name} on {dataset.name}: {len(dataset.train)} images to train on, {len(found.epochs)} epochs{ended} in "
-        f"{found.seconds:,.0f} s, {found.images / max(found.seconds, 1e-9):,.0f} images/s"
+        f"{spec.name} on {dataset.name}: {counted(len(dataset.train), 'training image')}, "
+        f"{counted(len(found.epochs), 'epoch')}{ended} in {found.seconds:,.{1 if found.seconds < 10 else 0}f} s, "
+        f"{found.images / max(found.seconds, 1e-9):,.0f} images/s"
     )
     say(
-        f"Test accuracy: {found.accuracy:.1f} % of {len(dataset.test)} images; always naming the most frequent class "
-        f"would give {often:.1f} %"
+        f"Test accuracy: {found.accuracy:.1f} % of {counted(len(dataset.test), 'image')}; always predicting the most "
+        f"frequent class would reach {often:.1f} %"
     )
+    if found.accuracy <= often:
+        say("note: the network is no better than always predicting one class; train for more epochs (--epochs)")
     _show_groups(console, "class", dataset.class_names, dataset.test.labels, found.class_accuracy)
     if dataset.cluster_names != dataset.class_names:
         _show_groups(console, "group", dataset.cluster_names, dataset.test.clusters, found.cluster_accuracy)
@@ -491,11 +497,11 @@ def _cost(cost: ModelCost) -> str:
     if not cost.routed_parameters:
         return f"{parameters}, {work}"
     share, part = 100 * cost.routed_parameters / cost.parameters, 100 * cost.routed_macs / cost.macs
-    saved = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
+    left = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
     return (
-        f"{parameters}, {share:.1f} % of them in the mixture of experts\n"
-        f"{work}, {part:.1f} % of them in the mixture: {saved:.1f} % of what it would take if every expert processed "
-        "the whole image"
+        f"{parameters}, {share:.1f} % of them in routed layers\n"
+        f"{work}, {part:.1f} % of them in routed layers: {left:.1f} % of the multiply-adds of these layers if every "
+        "expert processed the whole image"
     )
 
 

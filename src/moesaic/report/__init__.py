@@ -1,8 +1,8 @@
 """Results in; figures, terminal tables and self-contained HTML pages out."""
 
 from moesaic.report.chart_drawing import draw, figure_name, to_svg, write_figures
-from moesaic.report.comparison import print_comparison, write_comparison_report
-from moesaic.report.explanation import write_explanation
+from moesaic.report.comparison_report import print_comparison, write_comparison_report
+from moesaic.report.explanation_page import write_explanation
 from moesaic.report.layer_benchmark_table import print_layer_times
 from moesaic.report.machine_info import describe_machine
 from moesaic.report.progress_bars import watch_progress

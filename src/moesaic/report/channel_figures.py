@@ -1,7 +1,8 @@
-"""Figures of channel gates: gate patterns by class, the least and the most expensive images.
+"""Figures of channel gates: charts as data, and drawings of gate patterns and of images by cost.
 
-A gate pattern has a row for each class and a column for each gate, sorted by how often the gate is open. If
-all rows of a column have the same colour, the gate does not depend on the class.
+`gate_charts` returns the distances by layer, the embedding map and the distribution of costs. `draw_patterns` draws a
+row for each class and a column for each gate, sorted by how often the gate is open: if all rows of a column have the
+same colour, the gate does not depend on the class. `draw_cost_extremes` draws the least and the most expensive images.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -13,25 +14,34 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.insight.channel_explanation import ChannelExplanation
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES
+from moesaic.insight.embedding_map import EmbeddingMap
 from moesaic.insight.image_cost import Costs
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
-from moesaic.report.chart_style import INK, LINE
+from moesaic.report.chart import Chart, Group, Panel, Points, Series
+from moesaic.report.chart_style import INK, LINE, MAX_ROLES
 from moesaic.report.expert_figures import drawn_classes
 from moesaic.report.formatting import short_name
+from moesaic.report.svg_line_chart import spaced
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MAX_LAYERS", "draw_cost_extremes", "draw_patterns", "evenly"]
+__all__ = ["FOLDER", "MAX_LAYERS", "draw_cost_extremes", "draw_patterns", "gate_charts"]
+
+FOLDER = "gates"
+"""Prefix of the names of the charts."""
 
 MAX_LAYERS = 6
 """Layers in a figure, at most."""
 
+_BINS = 24
 _OPEN = (0x0B / 255, 0x4F / 255, 0x8A / 255)
 
 # inches
@@ -40,16 +50,102 @@ _STRIP, _ROW, _HEAD, _KEY = 6.6, 0.15, 0.26, 0.34
 _LETTER = 0.068
 _THUMB, _CAPTION = 0.82, 0.34
 
+Array = NDArray[np.float64]
 
-def evenly(count: int, most: int) -> list[int]:
-    """At most ``most`` evenly spaced indices, with the first and the last.
 
-    >>> evenly(3, 6), evenly(13, 6)
-    ([0, 1, 2], [0, 2, 5, 7, 10, 12])
-    """
-    if count <= most:
-        return list(range(count))
-    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+def gate_charts(channels: ChannelExplanation, class_names: Sequence[str], classes: Tensor) -> list[Chart]:
+    """All charts that can be drawn; ``classes`` (B,) are those of the images."""
+    charts = [_distances(channels)]
+    if channels.map is not None:
+        charts.append(_map(channels.map, class_names, classes))
+    if channels.costs is not None:
+        charts.append(_costs(channels.costs))
+    return [chart for chart in charts if chart is not None]
+
+
+def _distances(channels: ChannelExplanation) -> Chart | None:
+    found = [
+        (number, layer.distances.within, layer.distances.between)
+        for number, layer in enumerate(channels.layers, start=1)
+        if layer.distances.within is not None and layer.distances.between is not None
+    ]
+    if len(found) < 2:
+        return None
+    number, within, between = (tuple(float(value or 0) for value in column) for column in zip(*found, strict=True))
+    lines = (
+        Series("two images of different classes", "cnn", number, tuple(100 * value for value in between)),
+        Series("two images of the same class", "joint", number, tuple(100 * value for value in within)),
+    )
+    return Chart(
+        "distances",
+        FOLDER,
+        "Gates",
+        "Distance of the gates of two images",
+        "Share of gates that differ between two images, by layer (numbers as in the table above). Where the lines are "
+        "apart, gates depend on the class; where both are 0, the layer computes the same channels for every image.",
+        (Panel("", "gated layer, from input to output", "gates that differ (%)", lines),),
+    )
+
+
+def _map(found: EmbeddingMap, class_names: Sequence[str], classes: Tensor) -> Chart | None:
+    if not found.x:
+        return None
+    labels = classes.cpu()[: len(found.x)]
+    images = labels.bincount(minlength=len(class_names))
+    present = [k for k in range(len(class_names)) if images[k]]
+    most = MAX_ROLES if len(present) <= MAX_ROLES else MAX_ROLES - 1
+    named = sorted(sorted(present, key=lambda k: -int(images[k]))[:most])
+    x, y = np.array(found.x), np.array(found.y)
+
+    def group(label: str, role: str, members: Tensor) -> Group:
+        own = members.numpy()
+        return Group(label, role, tuple(map(float, x[own])), tuple(map(float, y[own])))
+
+    groups = [group(short_name(class_names[k], 16), f"class {k}", labels == k) for k in named]
+    if len(named) < len(present):
+        rest = ~torch.isin(labels, torch.tensor(named))
+        groups.insert(0, group(f"{len(present) - len(named)} other classes", "others", rest))
+    return Chart(
+        "embedding",
+        FOLDER,
+        "Embedding",
+        "Embedding of the images",
+        "Each point is an image, coloured by class. t-SNE places images with similar embeddings close to each other; "
+        "large distances and the sizes of clusters have no meaning.",
+        (Panel("", "", "", points=Points(tuple(groups))),),
+    )
+
+
+def _costs(costs: Costs) -> Chart | None:
+    if costs.constant:
+        return None
+    cost = np.array(costs.cost)
+    edges: Array = np.linspace(min(costs.cost), max(costs.cost), _BINS + 1)
+    lines = [_outline("all images", "separate", cost, edges)]
+    if costs.is_correct is not None:
+        correct = np.array(costs.is_correct)
+        if min(correct.sum(), (~correct).sum()) >= MIN_CLASS_IMAGES:
+            lines = [
+                _outline("correct prediction", "joint", cost[correct], edges),
+                _outline("wrong prediction", "cnn", cost[~correct], edges),
+            ]
+    several = " Each line sums to 100 %." if len(lines) > 1 else ""
+    return Chart(
+        "costs",
+        FOLDER,
+        "Costs",
+        "Cost of images",
+        f"Distribution of the cost of images; further left is cheaper.{several}",
+        (Panel("", "multiply-adds (% of the dense network)", "images (%)", tuple(lines)),),
+    )
+
+
+def _outline(label: str, role: str, cost: Array, edges: Array) -> Series:
+    """The outline of a histogram."""
+    counts, _ = np.histogram(cost, edges)
+    share = 100 * counts / max(1, len(cost))
+    x, y = np.repeat(edges, 2), np.concatenate([[0.0], np.repeat(share, 2), [0.0]])
+    return Series(label, role, tuple(map(float, x)), tuple(map(float, y)))
 
 
 def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], images: Sequence[int]) -> Figure:
@@ -60,7 +156,7 @@ def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], imag
     shown = drawn_classes(images)
     names = [short_name(class_names[k], 22) for k in shown]
     left = _MARGIN + max(6, *(len(name) for name in names)) * _LETTER + _GAP
-    picked = evenly(len(channels.layers), MAX_LAYERS)
+    picked = spaced(len(channels.layers), MAX_LAYERS)
     tall = max(len(shown) * _ROW, 0.3)
     figure, axes = new_canvas(left + _STRIP + _MARGIN, _KEY + len(picked) * (_HEAD + tall + _GAP))
     _key(axes, left)
@@ -104,19 +200,19 @@ def draw_cost_extremes(costs: Costs, class_names: Sequence[str], classes: Tensor
 
 
 def _key(axes: Axes, left: float) -> None:
-    ramp: NDArray[np.float64] = np.linspace(0, 1, 32)[None, :, None]
+    ramp: Array = np.linspace(0, 1, 32)[None, :, None]
     begin, wide, middle = left + 1.15, 1.2, 0.165
     axes.text(begin - 0.07, middle, "open for no image", fontsize=7, ha="right", va="center", color=INK)
     _framed(axes, 1 - ramp * (1 - np.array(_OPEN)), (begin, middle - 0.065, wide, 0.13))
     axes.text(begin + wide + 0.07, middle, "for all images of the class", fontsize=7, va="center", color=INK)
 
 
-def _framed(axes: Axes, image: NDArray[np.float64], rect: Rect) -> None:
+def _framed(axes: Axes, image: Array, rect: Rect) -> None:
     draw_image(axes, image, rect)
     draw_frame(axes, rect, LINE, 0.6)
 
 
-def _colours(image: Tensor) -> NDArray[np.float64]:
+def _colours(image: Tensor) -> Array:
     """(H, W, 3) from 0 to 1, of uint8 pixels with any number of channels."""
     image = image[:3] if image.shape[0] >= 3 else image[:1]
     return image.expand(3, -1, -1).permute(1, 2, 0).double().cpu().numpy() / 255

@@ -20,8 +20,7 @@ from moesaic.insight.explain import Explanation, ForwardPass
 from moesaic.insight.image_cost import Costs, MeanCost
 from moesaic.intervals import Estimate
 from moesaic.report.canvas import save_png
-from moesaic.report.channel_charts import gate_charts
-from moesaic.report.channel_figures import draw_cost_extremes, draw_patterns
+from moesaic.report.channel_figures import draw_cost_extremes, draw_patterns, gate_charts
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import draw, to_svg
 from moesaic.report.formatting import number, percent

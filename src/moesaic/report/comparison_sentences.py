@@ -25,7 +25,6 @@ __all__ = [
     "outcome",
     "points",
     "prefix_of",
-    "saved",
     "saving",
     "seconds",
     "times",
@@ -218,22 +217,12 @@ def saving(found: Comparison, saving: Saving) -> str:
     if saving.at_least:
         return (
             f"{saving.saver} reaches {level} % with at least {share.value:.0f} % fewer labels than {saving.other} "
-            f"(95 % interval from {share.low:.0f} %); it reaches it with the smallest number of labels tested"
+            f"(95 % interval from {share.low:.0f} %), already with the smallest number of labels tested"
         )
     return (
         f"{saving.saver} reaches {level} % with {share.value:.0f} % [{share.low:.0f}, {share.high:.0f}] fewer labels "
         f"than {saving.other}"
     )
-
-
-def saved(pair: PairedComparison) -> str:
-    """The saving as a number: "43 % [20, 60]"; a dash if it is unknown."""
-    if pair.saving is None:
-        return "–"
-    share = pair.saving.share
-    if pair.saving.at_least:
-        return f"at least {share.low:.0f} %"
-    return f"{share.value:.0f} % [{share.low:.0f}, {share.high:.0f}]"
 
 
 def lead(found: Comparison, pair: PairedComparison) -> str:

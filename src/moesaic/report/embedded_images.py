@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.argument_checks import check_positive
-from moesaic.report.channel_figures import evenly
+from moesaic.report.svg_line_chart import spaced
 
 __all__ = ["LONGEST_SIDE", "EmbeddedImage", "Picture", "embed_images", "encode_image", "picture_of"]
 
@@ -127,5 +127,5 @@ def _encoded(pictures: Sequence[Picture], side: int, exact: bool, most_bytes: in
 
 def _expected_bytes(pictures: Sequence[Picture], side: int, exact: bool) -> float:
     """Bytes of all images at this size, from a sample."""
-    sample = [pictures[i] for i in evenly(len(pictures), _SAMPLE)]
+    sample = [pictures[i] for i in spaced(len(pictures), _SAMPLE)]
     return len(pictures) / len(sample) * sum(len(encode_image(each(side), exact=exact).text) for each in sample)

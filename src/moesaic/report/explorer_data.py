@@ -31,7 +31,7 @@ MAX_MAPPED_CLASSES = 100
 """Classes with maps, at most: those with the most images."""
 _TOP_CLASSES = 3
 """Predicted classes that are listed for an image."""
-FAVOURITES = 48
+CANDIDATES = 48
 """Top patches per expert of which the page shows those nearest to a patch, at least."""
 _COLOURS, _DASHES = 8, 4
 _BASE64 = 4 / 3
@@ -93,7 +93,7 @@ def explorer_data(
         "present_share": [round(explanation.class_images[k] / max(1, total), 6) for k in present],
         "colours": [expert_colour(e) for e in range(_COLOURS)],
         "top_patches": count,
-        "favourites": max(count, FAVOURITES),
+        "candidates": max(count, CANDIDATES),
         "dashes": [_dash(e * _COLOURS) for e in range(_DASHES)],
         "images": {
             "name": [image.name for image in images],
@@ -259,7 +259,7 @@ def _routing(
         # one more than are shown, as that of the image itself is left out
         found["top"] = [
             [[each.image, each.patch, round(each.score, 4), round(each.gate, 4)] for each in own]
-            for own in (top_patches(placed, e, predicted, max(count, FAVOURITES) + 1) for e in range(routing.experts))
+            for own in (top_patches(placed, e, predicted, max(count, CANDIDATES) + 1) for e in range(routing.experts))
         ]
     return found
 

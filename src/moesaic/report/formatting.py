@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moesaic.argument_checks import printable
 
-__all__ = ["listed", "number", "percent", "short_name"]
+__all__ = ["counted", "duration", "listed", "number", "percent", "short_name"]
 
 
 def number(value: float, *, near: Sequence[float] = ()) -> str:
@@ -46,6 +46,26 @@ def percent(share: float) -> str:
     if 0.5 < value < 99.5 or value in (0.0, 100.0):
         return f"{value:.0f}\u00a0%"
     return f"{min(value, 99.9):.1f}\u00a0%" if value >= 0.1 else "below 0.1\u00a0%"
+
+
+def counted(count: int, thing: str) -> str:
+    """A number of things: "1 epoch", "2,000 epochs".
+
+    >>> counted(1, "epoch"), counted(2000, "epoch")
+    ('1 epoch', '2,000 epochs')
+    """
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """A duration with its unit: "45 s", "12 min", "3.5 h".
+
+    >>> duration(44.7), duration(700), duration(12_700)
+    ('45 s', '12 min', '3.5 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.model_benchmark import ModelBenchmark
 from moesaic.bench.network_timer import NOISE
+from moesaic.report.formatting import percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -37,7 +38,7 @@ def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | 
         first, *others = layer.names
         more = f" and {len(others)} more" if others else ""
         gains = (_ratio(layer.gain(what)) for what in passes)
-        layers.add_row(Text(first + more), layer.shape, f"{layer.share:.0%}", *gains)
+        layers.add_row(Text(first + more), layer.shape, percent(layer.share), *gains)
     console.print(layers)
     networks = Table(box=box.SIMPLE_HEAD)
     networks.add_column("the whole network")
@@ -53,34 +54,34 @@ def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | 
 
 
 def model_advice(found: ModelBenchmark) -> list[str]:
-    """Sentences on the bound and on whether to route this network.
+    r"""Sentences on the bound and on whether to route this network.
 
     >>> for sentence in model_advice(ModelBenchmark(0.5, 0.6, {"forward": 2.0}, (), ())):
-    ...     print(sentence)
-    The routed layers are 50% of the dense network's multiply-adds; with them routed 60% of all multiply-adds remain.
-    Eager, even routed layers that take no time would make a forward pass at most 2.00 times as fast.
+    ...     print(sentence.replace("\u00a0", " "))
+    The routed layers have 50 % of the dense network's multiply-adds; with them routed, 60 % of all remain.
+    In eager mode, even routed layers that take no time would make a forward pass at most 2.00 times as fast.
     """
     sentences = [
-        f"The routed layers are {found.routed_share:.0%} of the dense network's multiply-adds; with them routed "
-        f"{found.routed_macs:.0%} of all multiply-adds remain."
+        f"The routed layers have {percent(found.routed_share)} of the dense network's multiply-adds; with them routed, "
+        f"{percent(found.routed_macs)} of all remain."
     ]
     for what, bound in found.bounds.items():
         most = f"at most {bound:.2f} times as fast" if math.isfinite(bound) else "of any speed"
-        sentences.append(f"Eager, even routed layers that take no time would make a {PASSES[what]} {most}.")
+        sentences.append(f"In eager mode, even routed layers that take no time would make a {PASSES[what]} {most}.")
         best = found.best(what)
         if best is None or best.gain is None:
             continue
         if best.mode == "eager" and best.gain > bound * NOISE:
             sentences.append(f"Measured {best.gain:.2f}, above that bound: the machine is busy; measure again.")
         elif best.gain > NOISE:
-            sentences.append(f"Routing is faster: a {PASSES[what]} is {best.gain:.2f} times as fast, {best.mode}.")
+            sentences.append(f"Routing is faster: a {PASSES[what]} is {best.gain:.2f} times as fast ({best.mode}).")
         elif best.gain * NOISE < 1:
             sentences.append(
-                f"Do not route this network for the speed of its {PASSES[what]}: {best.mode}, it takes "
-                f"{1 / best.gain:.2f} times as long as the dense one."
+                f"Do not route this network for the speed of its {PASSES[what]}: it takes "
+                f"{1 / best.gain:.2f} times as long as in the dense one ({best.mode})."
             )
         else:
-            sentences.append(f"No difference: a {PASSES[what]} takes as long as the dense one, {best.mode}.")
+            sentences.append(f"No difference: a {PASSES[what]} takes as long as in the dense network ({best.mode}).")
     return sentences
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from moesaic.report.formatting import duration
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -162,18 +164,10 @@ def _line(task: _Task, now: float, unit: str) -> str:
     if seconds <= 0 or processed <= 0:
         return share
     rate = processed / seconds
-    parts = [share, _speed(rate, unit), f"{_duration(max(task.total - task.done, 0) / rate)} left"]
+    parts = [share, _speed(rate, unit), f"{duration(max(task.total - task.done, 0) / rate)} left"]
     return ", ".join(filter(None, parts))
 
 
 def _speed(rate: float, unit: str) -> str:
     """Empty below one per second: training of a single network reports images per second instead."""
     return f"{rate:,.0f} {unit}/s" if rate >= 1 else ""
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -13,7 +13,7 @@ from html import escape
 
 from moesaic.report.formatting import number
 
-__all__ = ["Line", "LineChart"]
+__all__ = ["Line", "LineChart", "spaced"]
 
 _COLOURS = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey", "indigo")
 """Names in `style.COLOURS`; none is the ink, so that a line is never taken for an axis."""
@@ -127,8 +127,10 @@ class LineChart:
 
     def _tick_texts(self, ticks: Sequence[float]) -> list[str]:
         """All as decimals, or all small ones as powers: an axis with 0.001 and 8·10⁻⁴ is hard to read."""
-        powers = self.log or max(map(abs, ticks)) < _SMALL
-        return [_short(tick) if powers else number(tick) for tick in ticks]
+        if self.log or max(map(abs, ticks)) < _SMALL:
+            return [_short(tick) for tick in ticks]
+        # not `number`, whose three digits would name another value
+        return [f"{tick:,.9f}".rstrip("0").rstrip(".").replace("-", "−") for tick in ticks]
 
     def _x(self, epoch: float) -> float:
         first, last = (self.x[0], self.x[-1]) if self.x else (0, 1)
@@ -144,7 +146,7 @@ class LineChart:
 
 
 def spaced(count: int, most: int) -> list[int]:
-    """At most so many rows of ``count``, equally spaced, the last one always.
+    """At most ``most`` equally spaced indices of ``count``, with the first and the last.
 
     >>> spaced(4, 10), spaced(10, 4)
     ([0, 1, 2, 3], [0, 3, 6, 9])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moesaic.argument_checks import printable
 from moesaic.files import write_atomic
-from moesaic.report.formatting import number, percent
+from moesaic.report.formatting import duration, number, percent
 from moesaic.report.svg_line_chart import Line, LineChart, spaced
 from moesaic.report.templates import render
 from moesaic.training.fit_result import Epoch
@@ -157,7 +157,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         facts.append(("test accuracy", f"{accuracy:.1f} %"))
     if run.predictions is not None and len(run.predictions.labels):
         often = 100 * int(run.predictions.labels.bincount().max()) / len(run.predictions.labels)
-        facts.append(("always the most frequent class", f"{often:.1f} %"))
+        facts.append(("most frequent class alone", f"{often:.1f} %"))
     tested = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
     if len(tested) > 1:
         best = max(tested, key=lambda epoch: epoch.test_accuracy or 0.0)
@@ -166,7 +166,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
         last = run.epochs[-1]
         facts.append(("training accuracy", f"{last.train_accuracy:.1f} %"))
         facts.append(("epochs", f"{len(run.epochs)} of {run.total_epochs}"))
-        facts.append(("training time", _duration(last.seconds)))
+        facts.append(("training time", duration(last.seconds)))
         facts.append(("speed", f"{last.images_per_second:,.0f} images/s"))
     facts.append(("images", f"{run.data.train:,} to train, {run.data.test:,} to test"))
     cost = run.result.cost if run.result is not None else None
@@ -403,9 +403,8 @@ def _commands(run: RunRecord) -> list[tuple[str, str]]:
     commands = [(f"moesaic predict {here} IMAGE…", "classes of other images")]
     gated = any("open_share" in epoch.metrics for epoch in run.epochs)
     if gated or any(epoch.routing for epoch in run.epochs):
-        commands.append(
-            (f"moesaic explain {here} IMAGE…", "which channels images open" if gated else "what its experts look at")
-        )
+        purpose = "open channels of each image" if gated else "patches that each expert selects"
+        commands.append((f"moesaic explain {here} IMAGE…", purpose))
     return [*commands, (f"moesaic export {here} --format onnx", "one file for a server")]
 
 
@@ -415,9 +414,3 @@ def _cell(value: float | None) -> str:
 
 def _thinned(shown: int, count: int) -> str:
     return "" if shown == count else f"{shown:,} of {count:,} epochs, equally spaced."
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

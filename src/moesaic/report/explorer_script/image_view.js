@@ -194,11 +194,11 @@ find("targets").addEventListener("keydown", (event) => {
   if (ahead.length) ahead[0].each.focus();
 });
 
-// the favourites of an expert that are most similar to a patch; without features, those with the highest scores
+// the top patches of an expert that are most similar to a patch; without features, those with the highest scores
 function nearest(expert, b, n) {
-  const liked = routed().top[expert].filter(([image]) => image !== b).slice(0, data.favourites);
+  const candidates = routed().top[expert].filter(([image]) => image !== b).slice(0, data.candidates);
   const packed = routed().features;
-  if (!packed) return liked.slice(0, 6);
+  if (!packed) return candidates.slice(0, 6);
   const all = unpack(packed);
   const at = (image, patch) => (image * layer().units + patch) * packed.count;
   const far = ([image, patch]) => {
@@ -206,7 +206,7 @@ function nearest(expert, b, n) {
     for (let i = 0; i < packed.count; i += 1) sum += (all[at(image, patch) + i] - all[at(b, n) + i]) ** 2;
     return sum;
   };
-  return liked.map((each) => ({ each, distance: far(each) })).sort((x, y) => x.distance - y.distance).slice(0, 6).map(({ each }) => each);
+  return candidates.map((each) => ({ each, distance: far(each) })).sort((x, y) => x.distance - y.distance).slice(0, 6).map(({ each }) => each);
 }
 
 function drawPatch() {
@@ -216,14 +216,14 @@ function drawPatch() {
   if (!isMap()) return panel.replaceChildren();
   const here = state.patch === null ? [] : selections(state.patch === null ? 0 : state.image).filter(({ patch, expert }) => patch === state.patch && !state.hidden.has(expert));
   if (!here.length) {
-    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys. Similar ${units()} of other images appear here, out of those that its experts score highest. A click pins them.`));
+    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys: similar ${units()} of other images appear here, among those with the highest scores of the same experts. A click keeps them here.`));
   }
   panel.replaceChildren(element("h3", {}, `${capital(unit())} in ${place(state.patch)}`), ...here.map(({ expert, gate }) => {
-    const liked = nearest(expert, state.image, state.patch);
-    return element("div", { class: "liked" },
-      element("p", {}, swatch(expert), element("strong", {}, `expert ${expert}`), ` gate ${brief(gate)}. ${routed().features ? "Its nearest favourites in other images:" : "It likes best elsewhere:"}`),
-      element("div", { class: "crops" }, ...liked.map((each) => favourite(each, expert, 112))));
-  }), routed().features ? element("p", { class: "soft" }, `Favourites are the ${data.favourites} ${units()} with an expert's highest scores, one of an image; the nearest are those whose features in front of this layer are most similar (Euclidean distance of ${plural(routed().features.count, "principal component")}).`) : "");
+    const found = nearest(expert, state.image, state.patch);
+    return element("div", { class: "similar" },
+      element("p", {}, swatch(expert), element("strong", {}, `expert ${expert}`), ` gate ${brief(gate)}. ${routed().features ? `Most similar top ${units()} in other images:` : `Top ${units()} in other images:`}`),
+      element("div", { class: "crops" }, ...found.map((each) => topPatch(each, expert, 112))));
+  }), routed().features ? element("p", { class: "soft" }, `Top ${units()} are the ${data.candidates} ${units()} with an expert's highest scores, at most one of each image; the most similar ones are those whose features in front of this layer are most similar (Euclidean distance of ${plural(routed().features.count, "principal component")}).`) : "");
 }
 
 function swatch(expert) {

@@ -77,7 +77,7 @@ function crop({ image, patch, expert }, size) {
   return canvas;
 }
 
-function favourite(each, expert, size) {
+function topPatch(each, expert, size) {
   const [image, patch, score, gate] = each;
   const about = `${sentence(image)}; ${place(patch)}, score ${brief(score)}, gate ${brief(gate)}`;
   return element("button", {

@@ -246,8 +246,8 @@ def _receptive_field(layer: LayerExplanation) -> str:
         return f"{square} and depends on these pixels alone."
     extent = "the whole image" if field.covers_image else f"up to {field.margin} pixels beyond them on each side"
     return (
-        f"{square}. Its receptive field is larger: {extent}, as earlier layers mix in the surroundings. Measured by "
-        f"the gradient, {percent(field.own_share)} of its dependence is on its own pixels. A frame shows the "
+        f"{square}. Its receptive field is larger: {extent}, as earlier layers mix in the surroundings. "
+        f"{percent(field.own_share)} of a {layer.unit}'s input gradient lies on its own pixels. A frame shows the "
         f"{layer.unit} that an expert selected, not everything that the {layer.unit} depends on."
     )
 

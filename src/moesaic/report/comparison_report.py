@@ -1,4 +1,4 @@
-"""A comparison of models as a terminal table and as a self-contained HTML page.
+"""A comparison of models as a terminal table, as a self-contained HTML page and as entries of result.json.
 
 The page is made from the runs in result.json and the charts in charts.json. It embeds styles and drawings
 and forbids the browser to load anything (Content-Security-Policy); names of classes, groups and files are

@@ -11,8 +11,8 @@ from training.example_comparison import comparison
 
 from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts
-from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
 from moesaic.report.comparison_charts import comparison_charts
+from moesaic.report.comparison_report import derived_from, print_comparison, write_comparison_report
 from moesaic.report.comparison_sentences import outcome, verdict, work
 from moesaic.training.comparison_result import Comparison, write_comparison
 from moesaic.training.paired_comparison import paired_comparisons

@@ -69,7 +69,7 @@ def verdict(found: Advice, commands: Mapping[str, str]) -> list[str]:
                 _command(commands[plan.name]),
             ]
     if len(lines) > 2:
-        lines.append("Times alone: moesaic compare DATA --models … measures the accuracy.")
+        lines.append("Only times were measured: moesaic compare DATA --models … measures the accuracy.")
     return lines
 
 
@@ -176,10 +176,10 @@ def _few(names: list[str]) -> str:
 
 
 def _bound(found: Advice) -> str:
-    most = listed([f"a {PASSES[what]} {_times(bound)}" for what, bound in found.bounds.items()])
+    most = listed([f"{_times(bound)} for a {PASSES[what]}" for what, bound in found.bounds.items()])
     sentence = (
         f"{percent(found.share)} of the multiply-adds are in convolutions and MLPs that can be routed. Even if these "
-        f"took no time, the network would be at most so many times as fast: {most}."
+        f"took no time, the speed-up would be at most {most}."
     )
     if all(map(math.isfinite, found.bounds.values())):
         return sentence
@@ -224,7 +224,7 @@ def _hint(found: Advice) -> str:
     if len(found.dense) < 2 or not alone:
         return ""
     option = {"forward": "--inference", "step": "--training"}[alone[0]]
-    return f", in both passes; some are in a {PASSES[alone[0]]}: {option} looks at it alone"
+    return f", in both passes; some are faster in a {PASSES[alone[0]]}: {option} times that pass alone"
 
 
 def _command(line: str) -> str:

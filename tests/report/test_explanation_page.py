@@ -18,7 +18,7 @@ import moesaic
 from moesaic.insight.explain import Explanation, ForwardPass, collect_outputs, explain
 from moesaic.report.embedded_images import picture_of
 from moesaic.report.expert_figures import draw_class_maps, draw_top_patches, mean_images
-from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explanation_page import About, write_explanation
 from moesaic.report.explorer_data import CheckpointPass, ShownImage
 
 NAMES = ("cat <b>", "dog & co")
