@@ -205,8 +205,8 @@ def test_cells_that_do_not_fit_in_the_time_limit_are_left_for_the_next_run(tmp_p
 
     first = run(0.25)  # the second cell starts in time and ends after it
     assert len(names) == 2
-    assert [each.verdict for each in first.findings] == ["not run here: did not fit in the time limit of 0.25 minutes"]
-    assert first.notes[0].startswith("2 cells did not fit in 0.25 minutes: 2 take about 0.1 min")
+    assert [each.verdict for each in first.findings] == ["not run here: did not fit in the time limit of 0.25 min"]
+    assert first.notes[0].startswith("2 cells did not fit in 0.25 min: 2 take about 0.1 min")
     assert folder_status(tmp_path)[0].count("missing") == 2
     second = run(10)
     assert len(set(names)) == len(names) == 4, "finished cells do not run again"
@@ -247,7 +247,7 @@ def test_a_cell_starts_if_what_is_known_of_its_kind_fits():
     assert budget.fits("wide/wrn/1000/1", 50)
     now[0] = 100.0
     assert not budget.fits("theory", 0), "no time is left"
-    assert budget.describe({"theory": 0}) == "1 cell did not fit in 1.66667 minutes: of 1 no like has run"
+    assert budget.describe({"theory": 0}) == "1 cell did not fit in 1.66667 min: of 1 no like has run"
 
 
 def test_the_full_preset_runs_in_the_order_of_the_campaign():

@@ -127,7 +127,7 @@ def reproduce(
     left = {name: cell.steps for name, cell in cells.items() if name not in completed}
     if budget is not None:
         for part in (*paper_runs, *varied):
-            part.leave_out(left, f"did not fit in the time limit of {budget.seconds / 60:g} minutes")
+            part.leave_out(left, f"did not fit in the time limit of {budget.seconds / 60:g} min")
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []

@@ -60,14 +60,14 @@ class TimeBudget:
         >>> budget = TimeBudget(120, clock=lambda: 0.0)
         >>> budget.record("wide/pmoe/1000/0", 50, 90.0)
         >>> budget.describe({"wide/pmoe/1000/1": 50, "wide/pmoe/2000/0": 50, "routers": 5})
-        '3 cells did not fit in 2 minutes: 2 take about 3 min, and of 1 no like has run'
+        '3 cells did not fit in 2 min: 2 take about 3 min, and of 1 no like has run'
         """
         known = [seconds for name, steps in cells.items() if (seconds := self.estimate(name, steps)) is not None]
         parts = [f"{len(known)} take about {max(sum(known) / 60, 0.1):.2g} min"] if known else []
         if len(known) < len(cells):
             parts.append(f"of {len(cells) - len(known)} no like has run")
         count = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
-        return f"{count} did not fit in {self.seconds / 60:g} minutes: {', and '.join(parts)}"
+        return f"{count} did not fit in {self.seconds / 60:g} min: {', and '.join(parts)}"
 
 
 def _kinds(name: str) -> list[str]:
