@@ -14,7 +14,7 @@ from moesaic.papers.chen2022.figures_synthetic import charts
 from moesaic.papers.chen2022.paper import PAPER
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
 from moesaic.papers.chen2022.two_layer_networks import Mixture, Mixtures
-from moesaic.papers.engine.cells import CellArrays, to_arrays
+from moesaic.papers.engine.cells import ArrayCell, CellArrays
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart, Panel
 from moesaic.report.chart_drawing import draw
@@ -25,7 +25,7 @@ CELL = MixtureCell(Mixture.of("print"), MixtureSchedule(steps=6, learning_rate=0
 
 
 def result(*accuracy: float, **more: object) -> CellArrays:
-    return to_arrays({"accuracy": list(accuracy), **more})
+    return ArrayCell().result({"accuracy": list(accuracy), **more})
 
 
 def experiment(
