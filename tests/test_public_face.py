@@ -74,4 +74,4 @@ def test_defaults_are_the_recorded_ones():
 def test_tab_completion_offers_names_and_packages_alone():
     offered = {name for name in dir(moesaic) if not name.startswith("_")}
     assert offered >= {*NAMES, "insight", "layers", "training"} - {"__version__"}
-    assert not offered & {"sys", "Any", "TYPE_CHECKING", "import_module", "checks", "files"}
+    assert not offered & {"sys", "Any", "TYPE_CHECKING", "import_module", "argument_checks", "files"}
