@@ -22,7 +22,10 @@ from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
@@ -181,6 +184,18 @@ class _IndexTables:
 def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, spec: PatchSpec) -> _IndexTables:
     with torch.inference_mode(False):
         return _IndexTables(B, E, L, map_size, ks, spec)
+
+
+def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
+    """Counts a step of a fused optimizer as a change of its parameters, which torch's fused kernels do not."""
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([p for p in group["params"] if p.grad is not None and p.device.type == "cpu"])
+
+
+register_optimizer_step_post_hook(_count_fused_step)
 
 
 class CachedValue(Generic[T]):
