@@ -182,7 +182,7 @@ class _IndexTables:
 
 @lru_cache(maxsize=64)
 def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, spec: PatchSpec) -> _IndexTables:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.device("cpu"):  # whatever the default device
         return _IndexTables(B, E, L, map_size, ks, spec)
 
 
