@@ -26,10 +26,12 @@ def step(layer: nn.Linear) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
-def fused_step(optimizer: Callable[..., torch.optim.Optimizer]) -> Callable[[nn.Linear], None]:
+def fused_step(optimizer: Callable[..., torch.optim.Optimizer], compiled: bool = False) -> Callable[[nn.Linear], None]:
     def change(layer: nn.Linear) -> None:
         layer(torch.ones(1, 2)).sum().backward()
-        optimizer(layer.parameters(), lr=0.1, fused=True).step()
+        run = optimizer(layer.parameters(), lr=0.1, fused=True).step
+        run = torch.compile(run, backend="aot_eager") if compiled else run
+        run()
 
     return change
 
@@ -44,6 +46,7 @@ CHANGES = {
     "a step of fused SGD": fused_step(torch.optim.SGD),
     "a step of fused AdamW": fused_step(torch.optim.AdamW),
     "a step of fused Adagrad": fused_step(torch.optim.Adagrad),
+    "a compiled step of fused SGD": fused_step(torch.optim.SGD, compiled=True),
     "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict()),
     "load_state_dict, assigned": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True),
     "to another dtype": lambda layer: layer.double(),

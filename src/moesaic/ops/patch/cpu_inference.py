@@ -186,10 +186,9 @@ def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, sp
         return _IndexTables(B, E, L, map_size, ks, spec)
 
 
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] # runs beside compiled steps
 def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
     """Counts a step of a fused optimizer as a change of its parameters, which torch's fused kernels do not."""
-    if torch.compiler.is_compiling():
-        return
     for group in optimizer.param_groups:
         if group.get("fused"):
             increment_version([p for p in group["params"] if p.grad is not None and p.device.type == "cpu"])
