@@ -52,6 +52,8 @@ CHANGES = {
     "to another dtype": lambda layer: layer.double(),
     "there and back": lambda layer: layer.half().float(),
     "an edit in place": edit,
+    "a view of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data.T),
+    "a part of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data[:1]),
     "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2))),
 }
 

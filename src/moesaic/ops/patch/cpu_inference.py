@@ -43,6 +43,7 @@ _CHUNK_VALUES = 2**21
 """Gathered values or contributions of all experts per chunk of images: 8 MiB in float32."""
 
 _address, _version = methodcaller("data_ptr"), attrgetter("_version")
+_shape, _strides = attrgetter("shape"), methodcaller("stride")
 _prepared_cache = cast("MutableMapping[Tensor, dict[object, CachedValue[_PreparedWeights]]]", WeakIdKeyDictionary())
 
 
@@ -200,7 +201,7 @@ register_optimizer_step_post_hook(_count_fused_step)
 class CachedValue(Generic[T]):
     """A value computed from tensors, and recomputed when one of them has changed.
 
-    A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
+    A change is detected by the tensor's address, layout and version counter: optimizer steps, ``load_state_dict``,
     ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
     Nothing is cached for tensors created in inference mode, which have no version counter. Threads may call it at once;
     those that find nothing compute the value each.
@@ -214,13 +215,13 @@ class CachedValue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._cached: tuple[list[int], T, list[Tensor]] | None = None
+        self._cached: tuple[list[object], T, list[Tensor]] | None = None
         """Key, value and tensors; set as one, so that a thread never reads the value of another key."""
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
         try:
-            key = [*map(_address, tensors), *map(_version, tensors)]
+            key = [*map(_address, tensors), *map(_version, tensors), *map(_shape, tensors), *map(_strides, tensors)]
         except RuntimeError:  # inference tensors have no version counter
             return compute()
         cached = self._cached
