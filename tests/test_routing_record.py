@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,3 +71,11 @@ def test_a_record_is_printed_in_one_line_of_shapes():
     soft = moesaic.SoftRouter(1, experts=2, slots_per_expert=3)(torch.zeros(1, 1, 5, 1))
     assert "dispatch=(1, 5, 2, 3)" in repr(soft)
     assert "index" not in repr(soft)
+
+
+def test_padding_behind_the_prefix_is_still_padding_without_it():
+    mask = torch.tensor([[True, True, False]])
+    routing = moesaic.TokenChoice(1, 2).choose(torch.zeros(1, 3, 2), mask=mask)
+    without = replace(routing, prefix=1).without_prefix()
+    assert without.unit_mask is not None
+    assert without.unit_mask.tolist() == [[True, False]]

@@ -68,6 +68,8 @@ class Routing:
     """Rows and columns of patches that the map fills if it was padded, as (3.75, 3.75) of a 4×4 grid; None: all."""
     prefix: int = 0
     """Leading units without a position on the grid: class and register tokens."""
+    unit_mask: Tensor | None = None
+    """(B, N): False for padding, which no expert gets and which does not count in losses; None: no padding."""
 
     def __post_init__(self) -> None:
         check_choice("Routing", "unit", self.unit, _UNITS)
@@ -80,7 +82,7 @@ class Routing:
         Routing(unit='patch', chooser='expert', scores=(5, 4, 2), index=(5, 2, 1), gate=(5, 2, 1), grid=(2, 2))
         """
         parts = [f"unit={self.unit!r}", f"chooser={self.chooser!r}"]
-        for name in ("scores", "index", "gate", "dispatch"):
+        for name in ("scores", "index", "gate", "dispatch", "unit_mask"):
             tensor: Tensor | None = getattr(self, name)
             parts += [] if tensor is None else [f"{name}={tuple(tensor.shape)}"]
         for name, absent in (("grid", None), ("extent", None), ("prefix", 0)):
@@ -139,7 +141,7 @@ class Routing:
         """
         if not self.prefix:
             return self
-        index, gate, dispatch = self.index, self.gate, self.dispatch
+        index, gate, dispatch, unit_mask = self.index, self.gate, self.dispatch, self.unit_mask
         if self.chooser == "expert":
             index = (self._index - self.prefix).clamp_min(UNASSIGNED)
             gate = gate.where(index != UNASSIGNED, 0)
@@ -148,8 +150,16 @@ class Routing:
             gate = gate[:, self.prefix :]
             dispatch = None if dispatch is None else dispatch[:, self.prefix :]
         may_drop = self.may_drop or self.chooser == "expert"
-        scores = self.scores[:, self.prefix :]
-        return replace(self, scores=scores, index=index, gate=gate, dispatch=dispatch, may_drop=may_drop, prefix=0)
+        return replace(
+            self,
+            scores=self.scores[:, self.prefix :],
+            index=index,
+            gate=gate,
+            dispatch=dispatch,
+            may_drop=may_drop,
+            prefix=0,
+            unit_mask=None if unit_mask is None else unit_mask[:, self.prefix :],
+        )
 
     def detach(self) -> Routing:
         """Returns the record detached from the autograd graph.

@@ -21,6 +21,7 @@ from moesaic.insight import (
     summary,
     utilisation,
 )
+from moesaic.routing import TokenChoice
 from moesaic.routing_record import UNASSIGNED, Chooser, Routing
 
 CHOOSERS: tuple[Chooser, ...] = ("expert", "unit", "soft")
@@ -310,6 +311,11 @@ def test_clusters_that_do_not_fit_are_refused(clusters, error, message):
 def test_coverage_counts_each_unit_once(routing):
     covered = {(b, n) for b, n, _ in routing.mask.nonzero().tolist()}
     assert coverage(routing) == pytest.approx(len(covered) / (routing.batch * routing.units))
+
+
+def test_coverage_leaves_padding_out():
+    scores, mask = torch.zeros(1, 4, 2), torch.tensor([[True, True, False, False]])
+    assert coverage(TokenChoice(1, 2).choose(scores, mask=mask)) == 1
 
 
 @given(routings(choosers=("expert", "unit")))

@@ -66,6 +66,18 @@ def test_keep_all_concatenates_soft_and_dropping_routings():
     assert routing[""].mask.sum() == (routing[""].index >= 0).sum()
 
 
+def test_keep_all_concatenates_passes_with_and_without_padding():
+    layer, tokens = moesaic.TokenMoE(3, experts=2, capacity=1.0), torch.randn(2, 5, 3)
+    mask = (torch.arange(5) < 3).expand(2, 5)
+    with moesaic.record_routing(layer, keep="all") as routing:
+        layer(tokens)
+        layer(tokens, mask)
+    assert torch.equal(routing[""].unit_mask, torch.cat([torch.ones(2, 5, dtype=torch.bool), mask]))
+    with moesaic.record_routing(layer, keep="all") as routing:
+        layer(tokens)
+    assert routing[""].unit_mask is None
+
+
 def test_keep_all_refuses_maps_of_two_sizes(model):
     def record_both() -> None:
         with moesaic.record_routing(model, keep="all"):

@@ -457,3 +457,15 @@ def test_a_frozen_embedding_equals_the_embedding_network(batch, size, widths):
     for seed in range(2):
         x = torch.randn(batch, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         torch.testing.assert_close(frozen.run(x, workspace), network(x)[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_default_device_has_no_effect(name):
+    model = build(name)
+    with torch.device("meta"):
+        frozen = moesaic.freeze(model)
+    for batch in (1, 3):
+        x = images(batch)
+        with torch.device("meta"):
+            y = frozen(x)
+        torch.testing.assert_close(y, model(x).detach(), rtol=1e-10, atol=1e-10)

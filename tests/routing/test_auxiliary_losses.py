@@ -98,3 +98,37 @@ def test_nan_scores_give_nan_losses(loss):
     scores = torch.randn(1, 4, 3)
     scores[0, 1, 2] = torch.nan
     assert loss(by_unit(scores)).isnan()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "router",
+    [
+        moesaic.TokenChoice(1, 3, 2),
+        moesaic.TokenChoice(1, 3, capacity_factor=0.5),
+        moesaic.ExpertChoice(1, 3, 2),
+        moesaic.SoftRouter(1, 3),
+    ],
+)
+def test_padding_does_not_count(loss, router):
+    units, padding = torch.randn(2, 5, 3, requires_grad=True), torch.randn(2, 4, 3, requires_grad=True)
+    mask = (torch.arange(9) < 5).expand(2, 9)
+    expected = torch.autograd.grad(alone := loss(router.choose(units)), units)
+    padded = loss(router.choose(torch.cat([units, padding], 1), mask=mask))
+    torch.testing.assert_close(padded, alone)
+    found, of_padding = torch.autograd.grad(padded, (units, padding))
+    torch.testing.assert_close(found, *expected)
+    assert not of_padding.any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("router", [moesaic.TokenChoice(1, 3), moesaic.ExpertChoice(1, 3, 2), moesaic.SoftRouter(1, 3)])
+def test_images_of_padding_alone_do_not_count(loss, router):
+    scores = torch.randn(2, 4, 3, requires_grad=True)
+    mask = torch.tensor([[True] * 4, [False] * 4])
+    value = loss(router.choose(scores, mask=mask))
+    torch.testing.assert_close(value, loss(router.choose(scores[:1])))
+    (grad,) = torch.autograd.grad(value, scores)
+    assert grad.isfinite().all()
+    assert not grad[1].any()
+    assert loss(router.choose(scores, mask=torch.zeros(2, 4, dtype=torch.bool))).isfinite()

@@ -156,7 +156,7 @@ def coverage(routing: Routing) -> float:
     >>> coverage(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2)))
     0.75
     """
-    units = routing.batch * routing.units
+    units = routing.batch * routing.units if routing.unit_mask is None else int(routing.unit_mask.sum())
     return routing.mask.any(-1).sum().item() / units if units else 0.0
 
 

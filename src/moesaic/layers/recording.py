@@ -174,4 +174,15 @@ def _concatenate(name: str, parts: list[Routing]) -> Routing:
         gate=torch.cat([part.gate for part in parts]),
         dispatch=cat([part.dispatch for part in parts]),
         may_drop=any(part.may_drop for part in parts),
+        unit_mask=_concatenate_masks(parts),
     )
+
+
+def _concatenate_masks(parts: list[Routing]) -> Tensor | None:
+    if all(part.unit_mask is None for part in parts):
+        return None
+    masks = (
+        part.scores.new_ones(part.scores.shape[:2], dtype=torch.bool) if part.unit_mask is None else part.unit_mask
+        for part in parts
+    )
+    return torch.cat(list(masks))

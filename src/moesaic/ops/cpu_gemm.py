@@ -111,7 +111,7 @@ def _onednn_linear() -> _Linear | None:
         def linear(left_MK: Tensor, right_NK: Tensor) -> Tensor:
             return cast("Tensor", operator(left_MK, right_NK, None, "none", [], ""))
 
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):
             left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
             works = torch.equal(linear(left, right.T), left @ right)
     except (AttributeError, RuntimeError, TypeError, NotImplementedError):

@@ -1,7 +1,7 @@
 """Auxiliary losses: functions of a ``Routing`` that return a scalar to add to the task's loss.
 
 `load_balance_loss` and `importance_loss` are for routers in which units choose; under expert choice all loads are
-equal by construction.
+equal by construction. Padding (``routing.unit_mask``) does not count in any of them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moesaic.argument_checks import check_choice
 from moesaic.ops.global_batch import GlobalBatch
+from moesaic.routing.router import mask_scores
 from moesaic.routing_record import Routing
 
 __all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
@@ -43,12 +43,15 @@ def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax", batch: 
     check_choice("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
     scores_BNE = _scores_BNE(routing)
     proxy_BNE = scores_BNE.softmax(-1) if proxy == "softmax" else scores_BNE
+    mask_BN = routing.unit_mask
+    if mask_BN is not None:
+        proxy_BNE = proxy_BNE.where(mask_BN.unsqueeze(-1), 0)
     sum_E, load_E = proxy_BNE.sum((0, 1)), routing.load.detach().to(proxy_BNE.dtype)
-    units: float | Tensor = max(routing.batch * routing.units, 1)
+    units = routing.batch * routing.units if mask_BN is None else mask_BN.sum()
     if batch is not None:
-        *_, units = sums = batch.sum(F.pad(load_E, (0, 1), value=routing.batch * routing.units))
-        load_E = sums[:-1]
-    proxy_E = sum_E / units
+        sums = batch.sum(torch.cat([load_E, load_E.new_zeros(1) + units]))
+        load_E, units = sums[:-1], sums[-1]
+    proxy_E = sum_E / (units.clamp_min(1) if isinstance(units, Tensor) else max(units, 1))
     share_E = load_E / load_E.sum().clamp_min(1)
     return routing.experts * (share_E * proxy_E).sum()
 
@@ -77,7 +80,7 @@ def z_loss(routing: Routing) -> Tensor:
     >>> round(float(z_loss(TokenChoice(1, experts=4).choose(torch.zeros(1, 9, 4)))), 4)     # (log 4)²
     1.9218
     """
-    return _mean(_alternatives(routing).logsumexp(-1).square())
+    return _mean_of_choices(_alternatives(routing).logsumexp(-1).square(), routing)
 
 
 def entropy_loss(routing: Routing) -> Tensor:
@@ -92,7 +95,7 @@ def entropy_loss(routing: Routing) -> Tensor:
     """
     log_p = _alternatives(routing).log_softmax(-1)
     log_p = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # so that 0 · log 0 is 0 where a score is -inf
-    return _mean(-(log_p.exp() * log_p).sum(-1))
+    return _mean_of_choices(-(log_p.exp() * log_p).sum(-1), routing)
 
 
 def _scores_BNE(routing: Routing) -> Tensor:
@@ -101,9 +104,15 @@ def _scores_BNE(routing: Routing) -> Tensor:
 
 def _alternatives(routing: Routing) -> Tensor:
     """Scores with the alternatives of one choice along the last axis."""
-    return routing.scores.transpose(1, 2) if routing.chooser == "expert" else routing.scores.flatten(2)
+    if routing.chooser == "expert":
+        return mask_scores(routing.scores, routing.unit_mask).transpose(1, 2)
+    return routing.scores.flatten(2)
 
 
-def _mean(values: Tensor) -> Tensor:
-    """The mean; 0 for an empty batch."""
-    return values.sum() / max(values.numel(), 1)
+def _mean_of_choices(values: Tensor, routing: Routing) -> Tensor:
+    """The mean over units (B, N), or over experts (B, E) where these choose; 0 if there is no choice."""
+    mask_BN = routing.unit_mask
+    if mask_BN is None:
+        return values.sum() / max(values.numel(), 1)
+    counted = (mask_BN.any(1, keepdim=True) if routing.chooser == "expert" else mask_BN).expand_as(values)
+    return values.where(counted, 0).sum() / counted.sum().clamp_min(1)

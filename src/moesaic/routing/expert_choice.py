@@ -146,7 +146,8 @@ class ExpertChoice(Router):
         if mask is not None:  # fewer units than L leave places empty
             used = mask.unsqueeze(1).expand(compared_BEN.shape).gather(-1, index_BEL)
             index_BEL, gate_BEL = index_BEL.where(used, UNASSIGNED), gate_BEL.where(used, 0)
-        return Routing(unit, scores, index_BEL, gate_BEL, "expert", grid=grid, may_drop=mask is not None)
+        may_drop = mask is not None
+        return Routing(unit, scores, index_BEL, gate_BEL, "expert", grid=grid, may_drop=may_drop, unit_mask=mask)
 
     def extra_repr(self) -> str:
         if self.capacity is not None:

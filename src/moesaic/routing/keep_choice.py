@@ -89,7 +89,8 @@ class KeepChoice(Router):
             used = mask.gather(1, index_BL)
             index_BL, gate_BL = index_BL.where(used, UNASSIGNED), gate_BL.where(used, 0)
         index, gate = index_BL.unsqueeze(1), gate_BL.unsqueeze(1)
-        return Routing(unit, scores, index, gate, "expert", grid=grid, may_drop=mask is not None)
+        may_drop = mask is not None
+        return Routing(unit, scores, index, gate, "expert", grid=grid, may_drop=may_drop, unit_mask=mask)
 
     def extra_repr(self) -> str:
         prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""

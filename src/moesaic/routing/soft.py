@@ -77,6 +77,7 @@ class SoftRouter(Router):
             grid=grid,
             dispatch=dispatch.view(shape),
             may_drop=False,
+            unit_mask=mask,
         )
 
     def extra_repr(self) -> str:

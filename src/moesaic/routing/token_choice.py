@@ -106,7 +106,7 @@ class TokenChoice(Router):
             index_BNK = index_BNK.where(within, UNASSIGNED)
             gate_BNK = gate_BNK.where(within, 0.0)
         may_drop = dropping or mask is not None
-        return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=may_drop)
+        return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=may_drop, unit_mask=mask)
 
     def capacity(self, units: int) -> int:
         """Returns the capacity of an expert for a batch of ``units`` units."""

@@ -169,3 +169,19 @@ def test_dtypes_that_differ_are_refused():
     with torch.no_grad():
         assert can_run_inference(x, routing, experts, None)
         assert not can_run_inference(x.float(), routing, experts, None)
+
+
+@pytest.mark.parametrize("options", [{"gate_on": "output"}, {"gate_on": "input", "expert_norm": True}])
+def test_the_default_device_has_no_effect(options, inference_runs):
+    made = layer(**options)
+    cpu_inference._index_tables.cache_clear()
+    x = torch.randn(2, 5, 6, 8, dtype=torch.float64)
+    with torch.device("meta"):
+        trained = made(x)
+        with torch.no_grad():
+            y = made(x)
+    assert inference_runs
+    torch.testing.assert_close(y, by_reference(made, x).detach())
+    torch.testing.assert_close(trained.detach(), y)
+    with torch.no_grad():  # with the tables that are cached now
+        assert torch.equal(made(x), y)

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,16 @@ def step(layer: nn.Linear) -> None:
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
 
 
+def fused_step(optimizer: Callable[..., torch.optim.Optimizer], compiled: bool = False) -> Callable[[nn.Linear], None]:
+    def change(layer: nn.Linear) -> None:
+        layer(torch.ones(1, 2)).sum().backward()
+        run = optimizer(layer.parameters(), lr=0.1, fused=True).step
+        run = torch.compile(run, backend="aot_eager") if compiled else run
+        run()
+
+    return change
+
+
 def edit(layer: nn.Linear) -> None:
     with torch.no_grad():
         layer.weight[0, 0] = 7
@@ -31,11 +43,17 @@ def edit(layer: nn.Linear) -> None:
 
 CHANGES = {
     "a step of training": step,
+    "a step of fused SGD": fused_step(torch.optim.SGD),
+    "a step of fused AdamW": fused_step(torch.optim.AdamW),
+    "a step of fused Adagrad": fused_step(torch.optim.Adagrad),
+    "a compiled step of fused SGD": fused_step(torch.optim.SGD, compiled=True),
     "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict()),
     "load_state_dict, assigned": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True),
     "to another dtype": lambda layer: layer.double(),
     "there and back": lambda layer: layer.half().float(),
     "an edit in place": edit,
+    "a view of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data.T),
+    "a part of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data[:1]),
     "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2))),
 }
 

@@ -22,7 +22,10 @@ from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
@@ -40,6 +43,7 @@ _CHUNK_VALUES = 2**21
 """Gathered values or contributions of all experts per chunk of images: 8 MiB in float32."""
 
 _address, _version = methodcaller("data_ptr"), attrgetter("_version")
+_shape, _strides = attrgetter("shape"), methodcaller("stride")
 _prepared_cache = cast("MutableMapping[Tensor, dict[object, CachedValue[_PreparedWeights]]]", WeakIdKeyDictionary())
 
 
@@ -179,14 +183,25 @@ class _IndexTables:
 
 @lru_cache(maxsize=64)
 def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, spec: PatchSpec) -> _IndexTables:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.device("cpu"):  # whatever the default device
         return _IndexTables(B, E, L, map_size, ks, spec)
+
+
+@torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] # runs beside compiled steps
+def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
+    """Counts a step of a fused optimizer as a change of its parameters, which torch's fused kernels do not."""
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            increment_version([p for p in group["params"] if p.grad is not None and p.device.type == "cpu"])
+
+
+register_optimizer_step_post_hook(_count_fused_step)
 
 
 class CachedValue(Generic[T]):
     """A value computed from tensors, and recomputed when one of them has changed.
 
-    A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
+    A change is detected by the tensor's address, layout and version counter: optimizer steps, ``load_state_dict``,
     ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
     Nothing is cached for tensors created in inference mode, which have no version counter. Threads may call it at once;
     those that find nothing compute the value each.
@@ -200,13 +215,13 @@ class CachedValue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._cached: tuple[list[int], T, list[Tensor]] | None = None
+        self._cached: tuple[list[object], T, list[Tensor]] | None = None
         """Key, value and tensors; set as one, so that a thread never reads the value of another key."""
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
         try:
-            key = [*map(_address, tensors), *map(_version, tensors)]
+            key = [*map(_address, tensors), *map(_version, tensors), *map(_shape, tensors), *map(_strides, tensors)]
         except RuntimeError:  # inference tensors have no version counter
             return compute()
         cached = self._cached

@@ -284,7 +284,7 @@ def _pixels(patch_P: Tensor, map_size: tuple[int, int], p: int) -> Tensor:
     H, W = map_size
     if not torch.onnx.is_in_onnx_export():
         return patch_pixels(patch_P, W, p)
-    return patch_pixels(torch.arange((H // p) * (W // p)), W, p).index_select(0, patch_P)
+    return patch_pixels(torch.arange((H // p) * (W // p), device=patch_P.device), W, p).index_select(0, patch_P)
 
 
 def patch_pixels(patch_P: Tensor, W: int, p: int) -> Tensor:
