@@ -76,7 +76,7 @@ class ScatterIndex:
         """Within pixels: the contribution r · ks² + k that each row receives at each tap; R · ks² for none."""
         R, taps = self.row_Rk.shape
         source_Rk = self.row_Rk.flip(1)
-        contribution_Rk = source_Rk * taps + torch.arange(taps)
+        contribution_Rk = source_Rk * taps + torch.arange(taps, device=source_Rk.device)
         return torch.where(source_Rk < R, contribution_Rk, R * taps)
 
 
