@@ -14,16 +14,15 @@ Layouts: x (B, C, H, W) in channels_last, gathered values (E, M, C), y as rows (
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter, methodcaller
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
@@ -32,15 +31,17 @@ from moesaic.ops.patch.gather import patch_pixels, tap_targets
 from moesaic.ops.patch.scatter_conv import background_output, tap_matrix
 from moesaic.routing_record import Routing
 
-__all__ = ["CachedValue", "can_run_inference", "conv_inference"]
+__all__ = ["CachedValue", "PreparedCache", "can_run_inference", "conv_inference"]
 
 T = TypeVar("T")
 
 _CHUNK_VALUES = 2**21
 """Gathered values or contributions of all experts per chunk of images: 8 MiB in float32."""
 
+_COMPARED_VALUES = 256
+"""Values of a tensor that are compared to notice edits of ``tensor.data``."""
+
 _address, _version = methodcaller("data_ptr"), attrgetter("_version")
-_prepared_cache = cast("MutableMapping[Tensor, dict[object, CachedValue[_PreparedWeights]]]", WeakIdKeyDictionary())
 
 
 def can_run_inference(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None) -> bool:
@@ -179,7 +180,7 @@ class _IndexTables:
 
 @lru_cache(maxsize=64)
 def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, spec: PatchSpec) -> _IndexTables:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.device("cpu"):
         return _IndexTables(B, E, L, map_size, ks, spec)
 
 
@@ -187,9 +188,10 @@ class CachedValue(Generic[T]):
     """A value computed from tensors, and recomputed when one of them has changed.
 
     A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
-    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
-    Nothing is cached for tensors created in inference mode, which have no version counter. Threads may call it at once;
-    those that find nothing compute the value each.
+    ``to`` and edits under ``no_grad`` are noticed. Torch does not count edits of ``tensor.data``, such as those of many
+    moving averages; they are noticed if they change one of 256 values in equal distances. Nothing is cached for tensors
+    created in inference mode, which have no version counter. Threads may call it at once; those that find nothing
+    compute the value each.
 
     >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
     >>> cached.get([weight], lambda: 2 * weight)
@@ -200,8 +202,11 @@ class CachedValue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._cached: tuple[list[int], T, list[Tensor]] | None = None
-        """Key, value and tensors; set as one, so that a thread never reads the value of another key."""
+        self._cached: tuple[list[int], T, list[tuple[Tensor, Tensor]]] | None = None
+        """Key, value, and views of some values of each tensor with their copies.
+
+        Set as one, so that a thread never reads the value of another key.
+        """
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
@@ -210,13 +215,41 @@ class CachedValue(Generic[T]):
         except RuntimeError:  # inference tensors have no version counter
             return compute()
         cached = self._cached
-        if cached is not None and cached[0] == key:
+        if cached is not None and cached[0] == key and all([torch.equal(*each) for each in cached[2]]):  # noqa: C419  faster
             return cached[1]
         with torch.inference_mode(False), torch.no_grad():
+            views = [_some_values(tensor) for tensor in tensors]
+            copies = [view.clone() for view in views]  # before the value, so that an edit meanwhile is noticed
             value = compute()
-        # while these references live, no other tensor can get the same address
-        self._cached = key, value, [tensor.detach() for tensor in tensors]
+        # while the views live, no other tensor can get the same address
+        self._cached = key, value, list(zip(views, copies, strict=True))
         return value
+
+
+def _some_values(tensor: Tensor) -> Tensor:
+    """Returns a view of values of a tensor in equal distances in memory; of all if they are few or have gaps."""
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    memory = tensor.detach().permute(by_stride)
+    if not memory.is_contiguous():
+        return memory
+    memory = memory.view(-1)
+    return memory[:: -(-len(memory) // _COMPARED_VALUES) or 1]
+
+
+class PreparedCache:
+    """The prepared weights of a layer. A copy of the cache is empty.
+
+    It belongs to the layer: a weak reference to a weight would keep ``torch.utils.swap_tensors`` from replacing it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[object, CachedValue[_PreparedWeights]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedCache:
+        return PreparedCache()
+
+    def __reduce__(self) -> tuple[type[PreparedCache], tuple[()]]:
+        return PreparedCache, ()
 
 
 @dataclass(frozen=True)
@@ -254,9 +287,9 @@ def _prepared(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size
     def make() -> _PreparedWeights:
         return _prepare(experts, norm, spec, map_size)
 
-    if not isinstance(experts.weight, nn.Parameter):
+    if experts.cache is None or not isinstance(experts.weight, nn.Parameter):
         return make()
-    cache = _prepared_cache.setdefault(experts.weight, {})
+    cache = experts.cache.entries
     key = (spec, map_size, None if norm is None else norm.eps)
     cached = cache.get(key)
     if cached is None:
