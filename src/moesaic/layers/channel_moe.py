@@ -235,11 +235,12 @@ class FrozenChannelMoE(FrozenModule, _ChannelLayer):
         ins = outs.new_ones(len(x), self._layout.blocks[0]) if gate_in is None else gate_in.weights[:, 0].to(x.dtype)
         gates = torch.cat([ins, outs], 1)
         size = (len(x), self.out_channels, *self.map_size(*x.shape[2:]))
-        y = torch.empty(size, dtype=x.dtype, memory_format=memory_format(x)).zero_()
+        y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=memory_format(x)).zero_()
         for samples in self._groups(gates, size[2] * size[3]):
             ins, outs = self._layout.open(gates[samples], at_least_one=False)
             if len(outs):
-                y[torch.tensor(samples)[:, None], outs.index] = open_conv(x[samples], self._conv, ins, outs)
+                place = torch.tensor(samples, device=x.device)[:, None], outs.index
+                y[place] = open_conv(x[samples], self._conv, ins, outs)
         return y
 
     def _groups(self, gates: Tensor, pixels: int) -> list[list[int]]:

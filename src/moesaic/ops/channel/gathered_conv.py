@@ -75,7 +75,7 @@ class OpenChannels:
 
     @staticmethod
     def all(total: int) -> OpenChannels:
-        return OpenChannels(torch.arange(total), total)
+        return OpenChannels(torch.arange(total, device="cpu"), total)
 
     def select(self, x: Tensor) -> Tensor:
         """The open channels of a map, which may be compact (have only these) already."""

@@ -105,7 +105,7 @@ class Workspace:
                 self.plans.clear()  # they refer to the buffer that was too small
                 self._total -= memory.numel()
             self._total += count
-            memory = self._memory[name] = torch.zeros(count, dtype=self.dtype)
+            memory = self._memory[name] = torch.zeros(count, dtype=self.dtype, device="cpu")
         return memory.as_strided(shape, strides[::-1])
 
     def add_plan(self, key: Hashable, plan: object) -> None:
