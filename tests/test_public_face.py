@@ -67,6 +67,12 @@ def test_importing_moesaic_imports_nothing_that_only_some_users_need():
     assert not LATE & set(run.stdout.split())
 
 
+def test_the_public_names_do_not_import_sympy():
+    code = f"import sys, moesaic; [getattr(moesaic, name) for name in {NAMES}]; print('sympy' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["False"], "sympy takes a quarter of a second; torch imports it for compilers alone"
+
+
 def test_defaults_are_the_recorded_ones():
     assert defaults() == json.loads(FILE.read_text("utf-8"))
 

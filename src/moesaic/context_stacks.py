@@ -10,12 +10,10 @@ of modules and guards on their values, so that a compiled model runs on the back
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["emptied", "pop", "push"]
+__all__ = ["pop", "push"]
 
 if TYPE_CHECKING:
     backends: tuple[str, ...]
@@ -49,17 +47,6 @@ def push(name: StackName, entry: object) -> None:
     ()
     """
     _STACKS[name].set((*_STACKS[name].get(), entry))
-
-
-@contextmanager
-def emptied(name: StackName) -> Generator[None]:
-    """Inside, the stack of the current context is empty."""
-    entries = _STACKS[name].get()
-    _STACKS[name].set(())
-    try:
-        yield
-    finally:
-        _STACKS[name].set(entries)
 
 
 def pop(name: StackName, entry: object) -> None:

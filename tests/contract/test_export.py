@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moesaic
-from moesaic.experts import MLPExperts
+from moesaic.experts import LinearExperts, MLPExperts
+from moesaic.layers import TokenSkip
 
 VARIANTS = {
     "default": {},
@@ -164,6 +166,46 @@ def test_an_exported_layer_runs_all_experts_for_any_batch_size(layer, x):
         index = layer.route(other).index
         assert index is None or index.unique().numel() > 4, "the inputs must differ in where they go"
         torch.testing.assert_close(exported.module()(other), layer(other))
+
+
+def units_that_choose() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Layers whose experts get numbers of units that depend on the values, or a share of the units; and inputs."""
+    torch.manual_seed(0)
+    scores = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    experts = [nn.Sequential(nn.Flatten(), nn.Linear(12, 2)) for _ in range(3)]
+    mlp = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+    return {
+        "patches": (moesaic.PatchMoE(3, 4, experts=2, router=moesaic.TokenChoice(3, 2)), torch.randn(8, 3, 4, 4)),
+        "samples, listed": (moesaic.SampleMoE(scores, experts), torch.randn(8, 3, 2, 2)),
+        "samples, padded": (moesaic.SampleMoE(scores, experts, pad=True), torch.randn(8, 3, 2, 2)),
+        "samples, stacked": (moesaic.SampleMoE(nn.Linear(4, 3), LinearExperts(3, 4, 2)), torch.randn(8, 4)),
+        "tokens": (moesaic.TokenMoE(4, experts=2, hidden_dim=3, capacity=0.6), torch.randn(8, 9, 4)),
+        "capacity": (
+            moesaic.TokenMoE(4, experts=2, router=moesaic.TokenChoice(4, 2, capacity_factor=0.6)),
+            torch.randn(8, 9, 4),
+        ),
+        "skipped tokens": (TokenSkip(mlp, 4, keep=0.3), torch.randn(8, 9, 4)),
+    }
+
+
+@pytest.mark.parametrize("name", units_that_choose())
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_routes_other_inputs_as_the_layer_does(name):
+    made, x = units_that_choose()[name]
+    made.eval()
+    with torch.no_grad():
+        traced = torch.jit.trace(made, x, check_trace=False)
+        other = torch.randn_like(x)
+        torch.testing.assert_close(traced(other), made(other))
+
+
+@pytest.mark.parametrize("name", units_that_choose())
+def test_shapes_are_known_without_values(name):
+    made, x = units_that_choose()[name]
+    made.eval()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        faked = made(mode.from_tensor(x)).shape
+    assert faked == made.to("meta")(x.to("meta")).shape == units_that_choose()[name][0](x).shape
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -163,3 +163,14 @@ def test_input_that_does_not_fit(make):
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         ChannelMoE(3, 4, **options)
+
+
+@torch.no_grad()
+def test_a_frozen_layer_does_not_follow_the_default_device():
+    torch.manual_seed(0)
+    gate = ChannelGate(4, channels=8, block=2, mode="topk", keep=2)
+    made, x, routing = moesaic.ChannelMoE(3, 8, 3, block=2).eval(), torch.randn(3, 3, 6, 6), gate(torch.randn(3, 4))
+    frozen = moesaic.freeze(made)
+    with torch.device("meta"):
+        y = frozen(x, routing)
+    torch.testing.assert_close(y, made(x, routing))

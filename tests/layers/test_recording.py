@@ -7,6 +7,7 @@ from contextvars import copy_context
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import moesaic
 from moesaic import insight
@@ -199,6 +200,28 @@ def test_recorders_nest_and_may_overlap(model):
     assert list(inner) == ["1"]
     model(x)
     assert outer["0"].batch == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_pass_that_checkpointing_repeats_is_recorded_once(model, reentrant):
+    x = torch.randn(4, 3, 8, 8, requires_grad=True)
+    with moesaic.record_routing(model, keep="all") as routing:
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+    assert {record.batch for record in routing.values()} == {4}
+
+
+def test_a_recorder_inside_of_the_checkpointed_part_records_the_repeated_pass_too(model):
+    balance = []
+
+    def part(x):
+        with moesaic.record_routing(model) as routing:
+            y = model(x)
+        balance.append(sum(record.scores.square().sum() for record in routing.values()))
+        return y.sum() + balance[-1]
+
+    x = torch.randn(4, 3, 8, 8, requires_grad=True)
+    checkpoint(part, x, use_reentrant=True).backward()
+    torch.testing.assert_close(balance[0], balance[1])
 
 
 def test_new_recorders_do_not_recompile_a_model(model):

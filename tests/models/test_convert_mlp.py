@@ -10,6 +10,7 @@ from mlp_networks import FAMILIES, build, shape_of
 from torch import nn
 from torch.nn import functional as F
 
+import moesaic
 from moesaic import ExpertChoice, TokenChoice, TokenMoE, record_routing
 from moesaic.layers.recording import RoutedLayer
 from moesaic.models.conversion_receipt import conversion_receipt
@@ -495,3 +496,18 @@ def test_options_of_tokens_in_a_file_pass_within_limits_alone(networks, options,
 def test_receipts_are_plain_numbers(networks):
     receipt = conversion_receipt(converted(networks["vit"], "vit"), networks["vit"], images("vit"))
     assert json.loads(json.dumps(astuple(receipt.total)))[0] == "all"
+
+
+@pytest.mark.parametrize("init", ["scratch", "upcycle", "split"])
+def test_a_default_device_does_not_change_the_conversion(init):
+    model = moesaic.create_model("vit_tiny_patch4_32", num_classes=2, depth=1, image_size=8)
+    images = torch.randn(4, 3, 8, 8) if init == "split" else None
+
+    def convert():
+        made = moesaic.convert(copy.deepcopy(model), "blocks.0.mlp", experts=2, capacity=1.0, init=init, images=images)
+        return moesaic.skip(made, "blocks.0", keep=0.5).state_dict()
+
+    expected = convert()
+    with torch.device("meta"):
+        found = convert()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -116,6 +116,13 @@ def test_onednn_is_for_amd_from_zen_5_on(capabilities, expected, monkeypatch):
     assert not cpu_gemm.is_faster_by_onednn.__wrapped__()
 
 
+def test_the_check_of_onednn_does_not_depend_on_default_dtype_and_device():
+    expected = cpu_gemm._onednn_linear.__wrapped__() is None
+    torch.set_default_dtype(torch.float64)  # restored after the test
+    with torch.device("meta"):
+        assert (cpu_gemm._onednn_linear.__wrapped__() is None) == expected
+
+
 def test_a_torch_without_the_operator_uses_mkl(monkeypatch):
     monkeypatch.setattr(cpu_gemm, "is_faster_by_onednn", lambda: True)
     monkeypatch.setattr(torch.ops, "mkldnn", object(), raising=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moesaic.argument_checks import check_positive
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import ConvWeights, PatchChoice, PatchSelection, PatchSpec, run_chosen_conv, run_conv
+from moesaic.ops.patch.cpu_inference import PreparedCache
 from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
 from moesaic.routing_record import Routing
 
@@ -49,6 +50,7 @@ class ConvExperts(Experts):
             )
         self.kernel_size = kernel_size
         self.has_bias = bias
+        self._prepared = PreparedCache()
         shape = (experts, out_channels, in_channels, kernel_size, kernel_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(experts, out_channels, device=device, dtype=dtype)) if bias else None
@@ -74,7 +76,7 @@ class ConvExperts(Experts):
     @property
     def weights(self) -> ConvWeights:
         """Weight and bias, as backends take them."""
-        return ConvWeights(self.weight, self.bias)
+        return ConvWeights(self.weight, self.bias, self._prepared)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
         # model.to(memory_format=channels_last) converts 4-D weights only, so it gets the experts' filters as one 4-D

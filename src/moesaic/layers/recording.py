@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class RoutedLayer(nn.Module):
     def _call_routing_hooks(self, routing: Routing) -> Routing:
         for hook in context_stacks.routing_hooks:
             found = hook.layers.get(id(self))
-            if found is not None:
+            if found is not None and hook.in_backward == _in_backward():
                 name, layer = found
                 hook.call(name, layer, replace(routing, grid=None) if id(self) in hook.without_grid else routing)
         return routing
@@ -54,6 +54,8 @@ class _RegisteredHook:
         self.layers = {id(layer): (name, layer) for name, layer in layers.items()}
         """Name and layer, by the layer's ``id``; the references keep the ids from being reused."""
         self.call = call
+        self.in_backward = _in_backward()
+        """Whether the hook is for a forward pass inside of a backward pass, and not for one that is repeated there."""
         self.without_grid = {
             id(inner)
             for layer in layers.values()
@@ -62,6 +64,11 @@ class _RegisteredHook:
             if inner is not layer
         }
         """Ids of modules that see some of the units of a layer around them."""
+
+
+def _in_backward() -> bool:
+    """Whether a backward pass runs, in which gradient checkpointing repeats forward passes."""
+    return not torch.compiler.is_compiling() and cast("Any", torch)._C._current_autograd_node() is not None
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
@@ -86,7 +93,8 @@ def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
     """Calls ``hook(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block.
 
     Forward passes of other threads and asyncio tasks do not call it, unless they run in a copy of this context
-    (``contextvars.copy_context().run``, `asyncio.to_thread`); the hook is then called in their thread.
+    (``contextvars.copy_context().run``, `asyncio.to_thread`); the hook is then called in their thread. A forward pass
+    that gradient checkpointing repeats in the backward pass does not call it again.
     """
     layers = routed_layers(model)
     if not layers:
@@ -124,6 +132,9 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
     Forward passes of the current thread or asyncio task are recorded. A worker thread that runs the model has its own
     recorder, or none; to record it here, run it in a copy of this context:
     ``executor.submit(contextvars.copy_context().run, model, x)``.
+
+    Gradient checkpointing does not record a pass again when it repeats it. Its variant with ``use_reentrant=True`` runs
+    the first pass without gradients: a balance loss of that record has none.
 
     Args:
         model: any model that contains routed layers.

@@ -167,7 +167,7 @@ class SampleMoE(RoutedLayer):
         wanted = x.device.type == "cuda" and torch.backends.cudnn.benchmark if self.pad is None else self.pad
         if not wanted:
             return False
-        if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
+        if self.global_batch is not None or x.is_meta or not is_plain_eager(x) or requested_backend() == "reference":
             return False
         return x.is_floating_point() and routing.batch > 0
 

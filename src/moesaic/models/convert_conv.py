@@ -86,7 +86,7 @@ def _replacement(
             f"convert: {name!r} has {O} output channels, which {E} experts cannot share under combine='concat'; "
             f"use {nearest_divisors(O, E)} experts, or combine='sum'"
         )
-    with new_weights(name, seed) as generator:
+    with new_weights(name, seed, old.weight.device) as generator:
         made = _router(router, C, options, init)
         own: dict[str, Any] = {
             **options,

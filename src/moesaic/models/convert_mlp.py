@@ -88,7 +88,7 @@ def plan_mlp(
     bias = unit.fc1.bias is not None or unit.fc2.bias is not None
     hidden = unit.hidden_dim // E if init == "split" else unit.hidden_dim
     sizes = (E, unit.in_dim, hidden, unit.out_dim)
-    with new_weights(unit.name, seed) as generator:
+    with new_weights(unit.name, seed, unit.fc1.weight.device) as generator:
         new = kind(
             unit.in_dim,
             experts=MLPExperts(*sizes, activation=unit.activation, bias=bias, dropout=unit.hidden_dropout),
@@ -280,8 +280,9 @@ def hidden_activations(model: nn.Module, units: Collection[MLPUnit], images: Ten
     def record(name: str, x: Tensor) -> None:
         hidden = x.movedim(1, -1) if by_name[name].channels_first else x
         rows = hidden.reshape(-1, hidden.shape[-1])
-        chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:_MAX_CLUSTERED_TOKENS]
-        found[name].append(rows[chosen.to(rows.device)].float().cpu())
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
+        chosen = order[:_MAX_CLUSTERED_TOKENS].to(rows.device)
+        found[name].append(rows[chosen].float().cpu())
 
     like = first_weight(model)
     layers = {unit.name: unit.fc2 for unit in units}

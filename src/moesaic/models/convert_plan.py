@@ -35,9 +35,13 @@ def refuse_ddp(owner: str, model: nn.Module) -> None:
 
 
 @contextmanager
-def new_weights(name: str, seed: int) -> Generator[torch.Generator]:
-    """New weights of the layer ``name`` come from generators of their own, in the block also torch's default one."""
+def new_weights(name: str, seed: int, device: torch.device) -> Generator[torch.Generator]:
+    """New weights of the layer ``name`` come from generators of their own, in the block also torch's default one.
+
+    They are created on the CPU, whatever the default device, and moved to ``device`` after the block; those for the
+    meta device are created there.
+    """
     key = zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
         torch.default_generator.manual_seed(key)
         yield torch.Generator().manual_seed(key)

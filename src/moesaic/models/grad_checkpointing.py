@@ -3,8 +3,8 @@
 ``torch.utils.checkpoint`` runs a part of a network again in the backward pass instead of storing its intermediate
 results. What the part does besides, it then does twice: BatchNorm moves its running statistics twice a step, as in
 timm, so that they follow a momentum of 1 − (1 − m)²; a router with a generator of its own draws other noise than in
-the first pass, which gives wrong gradients; routing hooks are called again. Here the second pass works on copies of
-all buffers, with the generators as they were, without routing hooks, and with the channel gates of its batch.
+the first pass, which gives wrong gradients. Here the second pass works on copies of all buffers, with the generators as
+they were, and with the channel gates of its batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from moesaic import context_stacks
 from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv
 from moesaic.routing_record import Routing
 
@@ -84,8 +83,7 @@ def _second_pass(
             generator.set_state(state)
         for active, routing in gates:
             active.replace(routing)
-        with context_stacks.emptied("routing_hooks"):
-            yield
+        yield
     finally:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]

@@ -25,7 +25,8 @@ def first_weight(module: nn.Module) -> Tensor:
 def example_images(model: nn.Module, shape: tuple[int, int, int], batch: int = 1) -> Tensor:
     """Returns random images (batch, C, H, W) on the device and in the dtype of a network, the same in every call."""
     like = first_weight(model)
-    return torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+    images = torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0), device="cpu")
+    return images.to(like.device, like.dtype)
 
 
 def first_tensor(output: Any) -> Tensor:

@@ -74,7 +74,7 @@ def cluster_neurons(activations: Tensor, experts: int, seed: int = 0) -> Tensor:
     rows = activations.T.float()
     rows = F.normalize(rows - rows.mean(1, keepdim=True), dim=1)
     centers = rows[_first_centers(rows, experts, torch.Generator().manual_seed(seed))]
-    owner = torch.full((J,), -1)
+    owner = torch.full((J,), -1, device=rows.device)
     for _ in range(_MAX_ROUNDS):
         chosen = _balanced(rows @ centers.T)
         if torch.equal(chosen, owner):
@@ -88,12 +88,15 @@ def cluster_neurons(activations: Tensor, experts: int, seed: int = 0) -> Tensor:
 
 def _first_centers(rows: Tensor, count: int, generator: torch.Generator) -> list[int]:
     """Rows that are far from each other, drawn as k-means++ does."""
-    found = [int(torch.randint(len(rows), (), generator=generator))]
-    distance = torch.full((len(rows),), math.inf)
+    found = [int(torch.randint(len(rows), (), generator=generator, device="cpu"))]
+    distance = torch.full((len(rows),), math.inf, device=rows.device)
     while len(found) < count:
         distance = distance.minimum((1 - rows @ rows[found[-1]]).clamp_min(0))
         distance[found] = 0
-        weights = distance if bool(distance.sum() > 0) else torch.ones(len(rows)).index_fill_(0, torch.tensor(found), 0)
+        weights = distance
+        if not bool(distance.sum() > 0):
+            weights = torch.ones_like(distance)
+            weights[found] = 0
         found.append(int(torch.multinomial(weights, 1, generator=generator)))
     return found
 
@@ -109,4 +112,4 @@ def _balanced(similarity_JE: Tensor) -> Tensor:
     for j in cast("list[int]", loss.sort(descending=True, stable=True).indices.tolist()):
         owner[j] = next(e for e in preferred[j] if room[e])
         room[owner[j]] -= 1
-    return torch.tensor(owner)
+    return torch.tensor(owner, device=similarity_JE.device)

@@ -135,11 +135,11 @@ def skip_options() -> tuple[str, ...]:
 
 
 def _wrapped(name: str, block: nn.Module, dim: int, options: Mapping[str, Any], seed: int) -> TokenSkip:
-    with new_weights(name, seed) as generator:
-        new = TokenSkip(block, dim, **options)
-    if not new.router.weight.is_meta:
-        new.router.reset_parameters(generator)
     like = first_weight(block)
+    with new_weights(name, seed, like.device) as generator:
+        new = TokenSkip(block, dim, **options)
+    if not like.is_meta:
+        new.router.reset_parameters(generator)
     new.router.to(like.device, like.dtype).train(block.training)
     new.training = block.training
     return new

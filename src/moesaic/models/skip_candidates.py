@@ -129,7 +129,7 @@ def _trial_fault(block: nn.Module, some: int, tokens: int, dim: int, prefix_toke
     for inner in block.modules():
         if isinstance(inner, TokenMoE):
             inner.grid = None  # as `TokenSkip` does
-    x = torch.randn(2, some, dim, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+    x = torch.randn(2, some, dim, generator=torch.Generator().manual_seed(0), device="cpu").to(like.device, like.dtype)
     order = [*range(min(prefix_tokens, some)), *reversed(range(prefix_tokens, some))]
     with torch.no_grad():
         try:

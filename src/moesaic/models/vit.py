@@ -28,6 +28,7 @@ from moesaic.models.grad_checkpointing import checkpoint_segment
 from moesaic.models.image_classifier import GlobalAvgPool, ImageNetwork, check_classes, new_classifier, new_pooling
 from moesaic.routing.keep_choice import KeepGate
 from moesaic.routing.registry import DEFAULT_ROUTER, RouterLike, build_router
+from moesaic.routing.router import round_up
 
 __all__ = ["VIT_SIZES", "Attention", "Block", "Mlp", "PatchEmbed", "ViT", "ViTMoE", "ViTSkip"]
 
@@ -298,7 +299,7 @@ class ViTMoE(ViT):
         check_positive("ViTMoE", experts=experts)
         check_numbers("ViTMoE", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
         dim = self.num_features
-        slots = math.ceil(round(capacity * self.patch_embed.num_patches / experts, 6))
+        slots = round_up(capacity * self.patch_embed.num_patches / experts)
         for number in self._every_nth(every):
             block = self.blocks[number]
             assert isinstance(block, Block) and isinstance(block.mlp, Mlp)

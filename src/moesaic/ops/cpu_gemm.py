@@ -112,7 +112,8 @@ def _onednn_linear() -> _Linear | None:
             return cast("Tensor", operator(left_MK, right_NK, None, "none", [], ""))
 
         with torch.no_grad(), torch.device("cpu"):
-            left, right = torch.arange(6.0).view(2, 3), torch.arange(12.0).view(3, 4)
+            left, right = (torch.arange(end, dtype=torch.float32) for end in (6, 12))
+            left, right = left.view(2, 3), right.view(3, 4)
             works = torch.equal(linear(left, right.T), left @ right)
     except (AttributeError, RuntimeError, TypeError, NotImplementedError):
         return None

@@ -26,6 +26,8 @@ from moesaic.routing_record import Routing
 if TYPE_CHECKING:
     from contextlib import _GeneratorContextManager  # pyright: ignore[reportPrivateUsage]
 
+    from moesaic.ops.patch.cpu_inference import PreparedCache
+
 __all__ = [
     "Activation",
     "Backend",
@@ -119,10 +121,12 @@ class ConvWeights:
 
     weight: Tensor
     bias: Tensor | None
+    cache: PreparedCache | None = None
+    """Of inference on a CPU, for what it computes from the weights alone."""
 
     def to(self, dtype: torch.dtype) -> ConvWeights:
         """The weights in another dtype."""
-        return ConvWeights(self.weight.to(dtype), _to(self.bias, dtype))
+        return ConvWeights(self.weight.to(dtype), _to(self.bias, dtype), self.cache)
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 
 __all__ = [
     "check_vmap",
+    "has_host_values",
     "has_vmap_axis",
     "in_forward_ad",
     "in_mode",
@@ -45,6 +47,16 @@ def is_plain_eager(*tensors: Tensor) -> bool:
     if in_transform() or in_forward_ad():
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+
+
+def has_host_values(tensor: Tensor) -> bool:
+    """Whether sizes may be computed from values: not of meta and fake tensors, nor in a trace, which stores them.
+
+    >>> has_host_values(torch.ones(2)), has_host_values(torch.ones(2, device="meta"))
+    (True, False)
+    """
+    traced = torch._C._get_tracing_state() is not None  # pyright: ignore
+    return not traced and not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def in_mode() -> bool:

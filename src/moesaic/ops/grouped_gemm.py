@@ -4,8 +4,8 @@
 
 Rows are (R, …, C), weights (E, C, O). Four implementations: ``F.grouped_mm`` for bfloat16, on every device and without
 a host sync; a loop of matmuls on a CPU, which has no sync to wait for; padded blocks of static shape for other dtypes
-on a GPU and under a compiler, where no shape may depend on the group sizes; and under ``torch.vmap``, where group sizes
-differ from sample to sample, the matmuls of all rows with all experts.
+on a GPU, under a compiler and in a trace, where no shape may depend on the group sizes; and under ``torch.vmap``, where
+group sizes differ from sample to sample, the matmuls of all rows with all experts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.eager_conditions import in_vmap
+from moesaic.ops.eager_conditions import has_host_values, in_vmap
 
 __all__ = ["group_ends", "group_sizes", "grouped_matmul"]
 
@@ -34,7 +34,7 @@ def grouped_matmul(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
         return _masked_matmul(rows, weight_ECO, ends_E)
     if rows.shape[0] and rows.dtype == torch.bfloat16:
         return _grouped_mm(rows, weight_ECO, ends_E)
-    if rows.device.type == "cpu" and not torch.compiler.is_compiling():
+    if rows.device.type == "cpu" and not torch.compiler.is_compiling() and has_host_values(rows):
         return _matmul_loop(rows, weight_ECO, ends_E)
     return _blocked_bmm(rows, weight_ECO, ends_E)
 

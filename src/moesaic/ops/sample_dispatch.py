@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.ops.eager_conditions import in_vmap
+from moesaic.ops.eager_conditions import has_host_values, in_vmap
 from moesaic.ops.grouped_gemm import group_ends, group_sizes, grouped_matmul
 from moesaic.routing_record import Routing
 
@@ -92,6 +92,8 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor],
         return run_all(x, routing, call)
     if torch.compiler.is_exporting():
         return _run_each_exported(x, routing, call)
+    if not torch.compiler.is_compiling() and not has_host_values(x):
+        return run_all(x, routing, call)
     samples = SortedSamples.from_routing(routing)
     sizes = group_sizes(samples.ends_E)
     parts = cast("tuple[Tensor, ...]", samples.gather(x).split(sizes))
@@ -102,7 +104,7 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor],
 
 
 def run_all(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Calls every expert on all samples: under ``torch.vmap`` the experts of a sample are not known on the host."""
+    """Calls every expert on all samples, where the experts of a sample are not known on the host."""
     outputs = {e: call(e, x) for e in range(routing.experts)}
     check_outputs(outputs)
     stacked = torch.stack(list(outputs.values()), 1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic.argument_checks import check_choice, check_numbers, check_positive
 from moesaic.ops import ExpertGate, PatchChoice, PatchSelection, run_expert_choice
-from moesaic.routing.router import Router, mask_scores, stable_topk
+from moesaic.routing.router import Router, mask_scores, round_up, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 from moesaic.tensor_checks import check_feature_map
 
@@ -115,8 +115,7 @@ class ExpertChoice(Router):
         if self.patches_per_expert is not None:
             return self.patches_per_expert
         assert self.capacity is not None
-        exact = self.capacity * units / self.experts
-        return min(max(math.ceil(round(exact, 6)), 1), units)  # 1.1 · 100 / 10 is 11.000000000000002
+        return min(max(round_up(self.capacity * units / self.experts), 1), units)
 
     def choose(
         self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None

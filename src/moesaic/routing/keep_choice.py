@@ -6,14 +6,13 @@ image keeps the same number of tokens, so shapes are static.
 
 from __future__ import annotations
 
-import math
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from moesaic.argument_checks import check_choice, check_numbers, check_positive
-from moesaic.routing.router import Router, mask_scores, stable_topk
+from moesaic.routing.router import Router, mask_scores, round_up, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["KeepChoice", "KeepGate"]
@@ -67,7 +66,7 @@ class KeepChoice(Router):
         >>> KeepChoice(3, keep=0.7).count(10)
         7
         """
-        return min(max(math.ceil(round(self.keep * tokens, 6)), 1), tokens)  # 0.7 · 10 is 7.000000000000001
+        return min(max(round_up(self.keep * tokens), 1), tokens)
 
     def choose(
         self, scores: Tensor, *, unit: Unit = "token", grid: tuple[int, int] | None = None, mask: Tensor | None = None

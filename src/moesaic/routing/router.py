@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from moesaic.argument_checks import check_positive
@@ -21,7 +20,16 @@ from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing, Unit
 from moesaic.tensor_checks import check_feature_map
 
-__all__ = ["Noise", "Router", "batch_invariant_matmul", "mask_scores", "router_init_std", "sample_noise", "stable_topk"]
+__all__ = [
+    "Noise",
+    "Router",
+    "batch_invariant_matmul",
+    "mask_scores",
+    "round_up",
+    "router_init_std",
+    "sample_noise",
+    "stable_topk",
+]
 
 Noise = Literal["uniform", "gaussian", "gumbel"]
 """Noise on scores for exploration: uniform as in Chen et al. 2022, Gaussian as in Riquelme et al. 2021, or Gumbel,
@@ -108,7 +116,12 @@ def batch_invariant_matmul(rows: Tensor, columns: Tensor) -> Tensor:
         return rows @ columns
     M, E = rows.shape[0], columns.shape[1]
     # F.pad copies even if it adds nothing; under a compiler a plain test would be a guard on the batch size
-    aligned = statically_known_true(M % 16 == 0) if torch.compiler.is_compiling() else M % 16 == 0
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
+
+        aligned = statically_known_true(M % 16 == 0)
+    else:
+        aligned = M % 16 == 0
     rows = rows if aligned else F.pad(rows, (0, 0, 0, -M % 16))
     return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
@@ -156,6 +169,17 @@ def sample_noise(
         return noise
     tiny = torch.finfo(dtype).tiny
     return -(-noise.clamp_min(tiny).log()).clamp_min(tiny).log()
+
+
+def round_up(share: float) -> int:
+    """Rounds a share of the units up, but for floating-point error.
+
+    >>> round_up(1.1 * 100 / 10), 1.1 * 100 / 10
+    (11, 11.000000000000002)
+    """
+    if isinstance(share, Tensor):  # sizes are tensors under torch.jit.trace
+        share = share.item()
+    return math.ceil(round(share, 6))
 
 
 def router_init_std(patches: int, dim: int) -> float:

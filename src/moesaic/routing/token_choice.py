@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic.argument_checks import check_choice, check_positive
 from moesaic.ops.global_batch import GlobalBatch
-from moesaic.routing.router import Noise, Router, sample_noise, stable_topk
+from moesaic.routing.router import Noise, Router, round_up, sample_noise, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["TokenChoice", "TokenGate"]
@@ -112,8 +112,7 @@ class TokenChoice(Router):
         """Returns the capacity of an expert for a batch of ``units`` units."""
         if self.capacity_factor is None:
             return units
-        exact = self.capacity_factor * units * self.top_k / self.experts
-        return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11.000000000000002 in floating point
+        return min(units, round_up(self.capacity_factor * units * self.top_k / self.experts))
 
     def _within_capacity(self, index_BNK: Tensor, probability_BN1: Tensor, padded: bool) -> Tensor:
         """Whether each choice is within capacity; first choices precede others, likelier units precede others.

@@ -1,5 +1,7 @@
 import copy
 import gc
+import pickle
+import weakref
 from itertools import product
 
 import pytest
@@ -115,7 +117,7 @@ class Contended(dict):
 @torch.no_grad()
 def test_another_thread_may_clear_the_cache_at_any_moment(inference_runs, monkeypatch):
     made = layer(gate_on="input", expert_norm=True)
-    monkeypatch.setitem(cpu_inference._prepared_cache, made.experts.weight, Contended())
+    monkeypatch.setattr(made.experts._prepared, "entries", Contended())
     x = torch.randn(1, 5, 4, 4, dtype=torch.float64)
     for _ in range(2):
         torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
@@ -123,17 +125,47 @@ def test_another_thread_may_clear_the_cache_at_any_moment(inference_runs, monkey
 
 
 @torch.no_grad()
-def test_the_cache_does_not_outlive_the_layer():
-    gc.collect()
-    before = len(cpu_inference._prepared_cache)
+def test_the_cache_does_not_outlive_the_layer_and_is_not_copied():
     made = layer()
     made(torch.randn(1, 5, 4, 4, dtype=torch.float64))
-    copied = copy.deepcopy(made)
-    copied(torch.randn(1, 5, 4, 4, dtype=torch.float64))
-    assert len(cpu_inference._prepared_cache) == before + 2
-    del made, copied
+    copies = copy.deepcopy(made), pickle.loads(pickle.dumps(made))
+    assert [len(each.experts._prepared.entries) for each in (made, *copies)] == [1, 0, 0]
+    (cached,) = made.experts._prepared.entries.values()
+    alive = weakref.ref(cached)
+    del made, cached
     gc.collect()
-    assert len(cpu_inference._prepared_cache) == before
+    assert alive() is None
+
+
+@torch.no_grad()
+def test_a_moving_average_that_edits_the_data_of_weights_is_noticed(inference_runs):
+    made = layer(gate_on="input", expert_norm=True).to(memory_format=torch.channels_last)
+    x, other = torch.randn(2, 5, 6, 4, dtype=torch.float64), layer(gate_on="input", expert_norm=True, seed=1)
+    for average, value in zip(made.parameters(), other.parameters(), strict=True):
+        made(x)
+        average.data.mul_(0.9).add_(value.data, alpha=0.1)
+        torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
+    assert inference_runs
+
+
+@torch.no_grad()
+def test_weights_can_be_swapped_after_inference(monkeypatch):
+    monkeypatch.setattr(torch.__future__, "get_swap_module_params_on_conversion", lambda: True)
+    made, x = layer(), torch.randn(1, 5, 4, 4, dtype=torch.float64)
+    before = made(x)
+    made.float().double()
+    torch.testing.assert_close(made(x), before, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_default_device_does_not_reach_the_tables_that_later_passes_read(inference_runs):
+    made, x = layer(gate_on="input"), torch.randn(2, 5, 6, 6, dtype=torch.float64)
+    cpu_inference._index_tables.cache_clear()
+    with torch.device("meta"):
+        y = made(x)
+    for each in (y, made(x)):
+        torch.testing.assert_close(each, by_reference(made, x), rtol=1e-10, atol=1e-10)
+    assert len(inference_runs) == 2
 
 
 def test_tensors_of_inference_mode_are_not_cached():

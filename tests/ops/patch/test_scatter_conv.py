@@ -120,3 +120,13 @@ def test_vmap_and_forward_mode_work():
         dual = forward_ad.make_dual(value, torch.ones_like(value))
         tangent = forward_ad.unpack_dual(scatter_conv_with_background(dual, weight, index)[0]).tangent
     torch.testing.assert_close(tangent, scatter_conv_with_background(torch.ones_like(value), weight, index)[0])
+
+
+def test_a_default_device_does_not_reach_the_gradients():
+    torch.manual_seed(0)
+    layer = moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=2, patch_size=2, kernel_size=3, context="patch")
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    with torch.device("meta"):
+        found = torch.autograd.grad(layer(x).square().sum(), (x, *layer.parameters()))
+    torch.testing.assert_close(found, expected)

@@ -41,6 +41,10 @@ def edit(layer: nn.Linear) -> None:
         layer.weight[0, 0] = 7
 
 
+def edit_data(layer: nn.Linear) -> None:
+    layer.weight.data.mul_(2)
+
+
 CHANGES = {
     "a step of training": step,
     "a step of fused SGD": fused_step(torch.optim.SGD),
@@ -54,6 +58,7 @@ CHANGES = {
     "an edit in place": edit,
     "a view of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data.T),
     "a part of the data, assigned": lambda layer: setattr(layer.weight, "data", layer.weight.data[:1]),
+    "an edit of the data": edit_data,
     "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2))),
 }
 
@@ -88,3 +93,12 @@ def test_a_value_computed_in_inference_mode_can_be_used_outside():
     with torch.inference_mode():
         doubled()
     assert not doubled().is_inference()
+
+
+def test_weights_with_gaps_in_memory_can_be_cached():
+    layer = nn.Linear(2, 2)
+    layer.weight = nn.Parameter(torch.ones(4, 4)[::2, ::2])
+    doubled = Doubled(layer)
+    assert doubled() is doubled()
+    edit_data(layer)
+    assert torch.equal(doubled(), torch.full((2, 2), 4.0))

@@ -115,8 +115,8 @@ class FrozenDeepMoE(FrozenModule):
         if len(groups) == 1:
             return self._run_samples(x, scores)
         parts = [self._run_samples(x[samples], scores[samples]) for samples in groups]
-        order = torch.tensor([sample for samples in groups for sample in samples], device=x.device)
         logits = torch.cat(parts)
+        order = torch.tensor([sample for samples in groups for sample in samples], device=logits.device)
         return torch.empty_like(logits).index_copy_(0, order, logits)
 
     def _run_samples(self, x: Tensor, scores: Tensor, workspace: Workspace | None = None) -> Tensor:

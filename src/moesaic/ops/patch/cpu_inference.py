@@ -14,11 +14,11 @@ Layouts: x (B, C, H, W) in channels_last, gathered values (E, M, C), y as rows (
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter, methodcaller
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.ops.cpu_gemm import expert_bmm, expert_bmm_parts
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
@@ -35,16 +34,18 @@ from moesaic.ops.patch.gather import patch_pixels, tap_targets
 from moesaic.ops.patch.scatter_conv import background_output, tap_matrix
 from moesaic.routing_record import Routing
 
-__all__ = ["CachedValue", "can_run_inference", "conv_inference"]
+__all__ = ["CachedValue", "PreparedCache", "can_run_inference", "conv_inference"]
 
 T = TypeVar("T")
 
 _CHUNK_VALUES = 2**21
 """Gathered values or contributions of all experts per chunk of images: 8 MiB in float32."""
 
+_COMPARED_VALUES = 256
+"""Values of a tensor that are compared to notice edits of ``tensor.data``."""
+
 _address, _version = methodcaller("data_ptr"), attrgetter("_version")
 _shape, _strides = attrgetter("shape"), methodcaller("stride")
-_prepared_cache = cast("MutableMapping[Tensor, dict[object, CachedValue[_PreparedWeights]]]", WeakIdKeyDictionary())
 
 
 def can_run_inference(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None) -> bool:
@@ -195,16 +196,20 @@ def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
             increment_version([p for p in group["params"] if p.grad is not None and p.device.type == "cpu"])
 
 
-register_optimizer_step_post_hook(_count_fused_step)
+@cache
+def _watch_fused_steps() -> None:
+    """Counts fused steps from the first cached value on; a process without any is left alone."""
+    register_optimizer_step_post_hook(_count_fused_step)
 
 
 class CachedValue(Generic[T]):
     """A value computed from tensors, and recomputed when one of them has changed.
 
     A change is detected by the tensor's address, layout and version counter: optimizer steps, ``load_state_dict``,
-    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
-    Nothing is cached for tensors created in inference mode, which have no version counter. Threads may call it at once;
-    those that find nothing compute the value each.
+    ``to`` and edits under ``no_grad`` are noticed. Torch does not count edits of ``tensor.data``, such as those of many
+    moving averages; they are noticed if they change one of 256 values in equal distances. Nothing is cached for tensors
+    created in inference mode, which have no version counter. Threads may call it at once; those that find nothing
+    compute the value each.
 
     >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
     >>> cached.get([weight], lambda: 2 * weight)
@@ -215,8 +220,11 @@ class CachedValue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._cached: tuple[list[object], T, list[Tensor]] | None = None
-        """Key, value and tensors; set as one, so that a thread never reads the value of another key."""
+        self._cached: tuple[list[object], T, list[tuple[Tensor, Tensor]]] | None = None
+        """Key, value, and views of some values of each tensor with their copies.
+
+        Set as one, so that a thread never reads the value of another key.
+        """
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
@@ -225,13 +233,42 @@ class CachedValue(Generic[T]):
         except RuntimeError:  # inference tensors have no version counter
             return compute()
         cached = self._cached
-        if cached is not None and cached[0] == key:
+        if cached is not None and cached[0] == key and all([torch.equal(*each) for each in cached[2]]):  # noqa: C419  faster
             return cached[1]
+        _watch_fused_steps()
         with torch.inference_mode(False), torch.no_grad():
+            views = [_some_values(tensor) for tensor in tensors]
+            copies = [view.clone() for view in views]  # before the value, so that an edit meanwhile is noticed
             value = compute()
-        # while these references live, no other tensor can get the same address
-        self._cached = key, value, [tensor.detach() for tensor in tensors]
+        # while the views live, no other tensor can get the same address
+        self._cached = key, value, list(zip(views, copies, strict=True))
         return value
+
+
+def _some_values(tensor: Tensor) -> Tensor:
+    """Returns a view of values of a tensor in equal distances in memory; of all if they are few or have gaps."""
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    memory = tensor.detach().permute(by_stride)
+    if not memory.is_contiguous():
+        return memory
+    memory = memory.view(-1)
+    return memory[:: -(-len(memory) // _COMPARED_VALUES) or 1]
+
+
+class PreparedCache:
+    """The prepared weights of a layer. A copy of the cache is empty.
+
+    It belongs to the layer: a weak reference to a weight would keep ``torch.utils.swap_tensors`` from replacing it.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[object, CachedValue[_PreparedWeights]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedCache:
+        return PreparedCache()
+
+    def __reduce__(self) -> tuple[type[PreparedCache], tuple[()]]:
+        return PreparedCache, ()
 
 
 @dataclass(frozen=True)
@@ -269,9 +306,9 @@ def _prepared(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size
     def make() -> _PreparedWeights:
         return _prepare(experts, norm, spec, map_size)
 
-    if not isinstance(experts.weight, nn.Parameter):
+    if experts.cache is None or not isinstance(experts.weight, nn.Parameter):
         return make()
-    cache = _prepared_cache.setdefault(experts.weight, {})
+    cache = experts.cache.entries
     key = (spec, map_size, None if norm is None else norm.eps)
     cached = cache.get(key)
     if cached is None:
