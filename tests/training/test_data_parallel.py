@@ -351,7 +351,7 @@ def test_samples_and_random_numbers_are_those_of_the_whole_batch(of_two):
 # training loops of one's own
 
 
-def loop_of(name: str, wrap: Any) -> float:
+def loop_of(name: str, wrap: Any, ranks: int = 2) -> float:
     """The distance from one process after three steps, in a loop with torch's wrappers and equal parts."""
     rank = torch.distributed.get_rank()
     size = CASES[name][1]
@@ -365,7 +365,7 @@ def loop_of(name: str, wrap: Any) -> float:
                 module.noise = None  # all go to the first expert: the others have no samples on any rank
         run, part = model, slice(None)
         if spread:
-            run, part = wrap(sync_batch_norm(model)), slice(4 * rank, 4 * rank + 4)
+            run, part = wrap(sync_batch_norm(model)), slice(8 // ranks * rank, 8 // ranks * (rank + 1))
         optimizer = torch.optim.SGD(run.parameters(), 0.05)
         for _ in range(3):
             optimizer.zero_grad()
@@ -400,7 +400,7 @@ def test_torchs_own_wrappers_train_our_layers(loop, of_two):
     assert of_two["loops"][loop] < 1e-8
 
 
-def test_an_expert_without_samples_has_a_zero_gradient_on_several_ranks_only():
+def test_an_expert_without_samples_has_a_zero_gradient_in_a_process_group_only():
     def work() -> list[list[bool]]:
         found: list[list[bool]] = []
         for pad in (False, True):
@@ -414,7 +414,16 @@ def test_an_expert_without_samples_has_a_zero_gradient_on_several_ranks_only():
         return found
 
     assert work() == [[True, False]] * 2
-    assert run_ranks(2, work) == [[[False, True]] * 2] * 2
+    for ranks in (1, 2):  # DistributedDataParallel expects all gradients of one rank as well
+        assert run_ranks(ranks, work) == [[[False, True]] * 2] * ranks
+
+
+@pytest.mark.parametrize("name", ["SampleMoE", "gated"])
+def test_ddp_trains_our_networks_in_a_group_of_one_process(name):
+    def work() -> float:
+        return loop_of(name, ddp, 1)
+
+    assert run_ranks(1, work)[0] < 1e-8
 
 
 def test_the_reference_backend_has_the_statistics_of_the_whole_batch():

@@ -164,10 +164,8 @@ def with_zero_gradients(y: Tensor, others: list[Tensor]) -> Tensor:
 
 
 def grad_sync_expected(module: nn.Module) -> bool:
-    """Whether gradients of a module in training may be summed over ranks by a wrapper that expects all of them."""
-    if not (module.training and torch.is_grad_enabled() and _dist.is_available() and _dist.is_initialized()):
-        return False
-    return _dist.get_world_size() > 1
+    """Whether a wrapper that expects all gradients of a module in training may sum them over ranks, or over one."""
+    return module.training and torch.is_grad_enabled() and _dist.is_available() and _dist.is_initialized()
 
 
 class _Gather(torch.autograd.Function):
