@@ -1,7 +1,11 @@
-"""tools/mutate.py names constants that exist."""
+"""tools/mutate.py: places, mutants, and what the plugin tools/coverage_by_test.py records."""
 
 import ast
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +19,6 @@ mutate = importlib.util.module_from_spec(spec)
 
 @pytest.fixture(autouse=True, scope="module")
 def loaded():
-    import sys
-
     sys.modules["mutate"] = mutate  # its dataclasses look themselves up
     spec.loader.exec_module(mutate)
     yield
@@ -50,3 +52,19 @@ def test_files_that_import_from_a_file_are_found():
     assert (
         "src/moesaic/papers/chen2022/figures_language.py" in importers["src/moesaic/papers/chen2022/claims_language.py"]
     )
+
+
+def test_tests_whose_processes_a_fork_server_starts_are_found(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "test_processes.py").write_text(
+        "import multiprocessing\n\n\ndef test_alone():\n    pass\n\n\ndef test_process():\n"
+        "    process = multiprocessing.get_context('forkserver').Process(target=len, args=('',))\n"
+        "    process.start()\n    process.join()\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "coverage_by_test", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "MOESAIC_LINES_TO": str(tmp_path), "PYTHONPATH": str(ROOT / "tools")}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    tests = json.loads((tmp_path / "main.json").read_text("utf-8"))["tests"]
+    starts_process = {name.partition("::")[2]: test["subprocess"] for name, test in tests.items()}
+    assert starts_process == {"test_alone": False, "test_process": True}

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ class Lines:
         self.fixtures: dict[str, set[str]] = {}
         """Contexts of the fixtures that each test shares with others."""
         sys.addaudithook(self._notice)
+        start = BaseProcess.start
+
+        def start_noticed(process: BaseProcess) -> None:  # a fork server starts them for the test, with no event here
+            self.starts_process.add(self.running)
+            start(process)
+
+        BaseProcess.start = start_noticed  # type: ignore[method-assign]
 
     def _notice(self, event: str, _: Any) -> None:
         if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):

@@ -21,6 +21,13 @@ def test_patch_nets_are_initialised_with_init_std_reproducibly():
     assert torch.equal(experts.weight, first)
 
 
+def test_repr_has_the_sizes_and_whether_there_is_a_bias():
+    experts = PatchNetExperts(3, 5, 8, outputs=2)
+    assert experts.extra_repr() == "3 × (5 → 8 → 2), activation='cubic', bias=False"
+    experts = PatchNetExperts(3, 5, 8, outputs=2, bias=True)
+    assert experts.extra_repr().endswith("bias=True")
+
+
 def test_two_outputs_use_half_of_the_filters_each():
     experts = PatchNetExperts(1, 2, 4, outputs=2, activation="identity", bias=True)
     with torch.no_grad():

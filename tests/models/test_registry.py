@@ -167,11 +167,12 @@ def test_networks_without_classifier_need_no_number_of_classes():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("input_size", [3, 32, 32]), ("seed", 7), ("pad", True), ("pad", False), ("gate", "one")]
+    ("option", "value"),
+    [("input_size", [3, 32, 32]), ("seed", 7), ("pad", True), ("pad", False), ("gate", "one"), ("router", "a+b")],
 )
 def test_model_strings_are_read_as_they_are_written(option, value):
     conversion = {"layer": ["body.1"], "experts": 4, option: value}
-    text = format_model_string("resnet18", {"width": 0.5, "head": None}, [{**conversion, "router": None}])
+    text = format_model_string("resnet18", {"width": 0.5, "head": None}, [{"kernel_size": None, **conversion}])
     assert parse_model_string(text) == ("resnet18", {"width": 0.5}, [conversion])
 
 

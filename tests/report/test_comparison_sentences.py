@@ -23,6 +23,20 @@ from moesaic.report.comparison_sentences import (
 from moesaic.training.comparison_result import Comparison
 from moesaic.training.paired_comparison import PairedComparison, Saving
 
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        ((0.61, 0.5, 0.74), "0.610 [0.500, 0.740] times"),
+        ((2.0, 0.1, 10.0), "2.00 [0.10, 10.0] times"),
+        ((2.0, 0.1, 10.1), "about 2 times"),
+        ((0.6, 0.0, 2.0), "about 0.6 times"),
+    ],
+)
+def test_a_ratio_has_its_interval_unless_that_is_too_wide(ratio: tuple[float, float, float], text: str):
+    assert times(Estimate(*ratio)) == text
+
+
 FOUND = comparison((250, 1000), [[70.0, 71.0], [80.0, 81.0]], [[72.0, 73.0], [82.0, 83.0]])
 PAIR = PairedComparison("cnn", "pmoe", (), Estimate(2.0, 1.0, 3.0), None, None, "why", "")
 EXACT = Saving("pmoe", "cnn", 80.0, Estimate(43.2, 19.6, 60.4), at_least=False)

@@ -160,6 +160,8 @@ def test_bars_show_name_share_and_note_and_leave_when_done():
         progress.display.refresh()
         assert "everything [x]" in file.getvalue()
         assert "50%" in file.getvalue()
+        progress.advance(0)
+        assert [task.fields["note"] for task in progress.display.tasks] == ["", "trial 3"]  # the last note stays
         progress.skip(40)
         assert [task.completed for task in progress.display.tasks] == [70, 90]
         assert "trial 3" in file.getvalue()
