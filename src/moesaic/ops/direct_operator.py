@@ -25,17 +25,13 @@ _PLAIN_TYPES = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
 _keys: Any = _C.DispatchKeySet
 _KEYS_ABOVE = (
-    _keys(_C.DispatchKey.AutogradCPU)
-    | _keys(_C.DispatchKey.AutogradCUDA)
-    | _keys(_C.DispatchKey.ADInplaceOrView)
-    | _keys(_C.DispatchKey.AutocastCPU)
-    | _keys(_C.DispatchKey.AutocastCUDA)
+    _keys(_C.DispatchKey.ADInplaceOrView) | _keys(_C.DispatchKey.AutocastCPU) | _keys(_C.DispatchKey.AutocastCUDA)
 )
 """Dispatch keys above an implementation, which it runs without.
 
-Autograd: the gradient is the operator's own. ADInplaceOrView: a permuted output would be a view made inside of an
-autograd function, which the next layer may not change in place. Autocast: a backward pass runs outside of it, and would
-record other matmuls under it.
+ADInplaceOrView: a permuted output would be a view made inside of an autograd function, which the next layer may not
+change in place. Autocast: a backward pass runs outside of it, and would record other matmuls under it. Autograd stays:
+it breaks composite operators up into those that launch plans can capture, and gradients are off in implementations.
 """
 
 
@@ -101,10 +97,8 @@ class DirectOperator:
     def without_gradient(self, *arguments: Any) -> Any:
         """Calls an operator that changes no arguments; its outputs have no gradient, as under ``torch.no_grad()``."""
         flat = flatten(arguments)
-        if _needs_dispatch(flat.tensors):
-            with torch.no_grad():
-                return self.operator(*arguments)
-        return self.run(arguments, flat)
+        with torch.no_grad():
+            return self.operator(*arguments) if _needs_dispatch(flat.tensors) else self.run(arguments, flat)
 
     def __call__(self, *arguments: Any) -> Any:
         flat = flatten(arguments)

@@ -354,10 +354,11 @@ class _Memory:
         self.place, self.dtype, self.device = place, dtype, device
         self.bytes = _span(place) * dtype.itemsize
         empty = self.empty = _empty(place.size, place.stride, dtype, device)
-        if place.size == (0,):  # a placeholder for no output: all calls share one, which never gets a gradient
+        if not self.bytes:  # one address for all calls, by which graphs of the operators that read it are found
             with torch.inference_mode(False):  # autograd does not save inference tensors
                 shared = empty()
-            self.empty: Callable[[], Tensor] = lambda: shared
+            # a placeholder for no output never gets a gradient; other outputs are tensors of their own
+            self.empty: Callable[[], Tensor] = (lambda: shared) if place.size == (0,) else lambda: shared.data
 
     def allocate(self, slots: list[Any], addresses: list[int], stream: int) -> None:
         slots[self.place.slot] = tensor = self.empty()
