@@ -219,7 +219,7 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
 def without_plans(monkeypatch, operator):
     """An operator of which nothing is recorded: its Python code runs."""
     monkeypatch.setattr(operator._implementation, "_plans", {})
-    monkeypatch.setattr(operator._implementation, "_recent", {})
+    monkeypatch.setattr(operator._implementation, "_guarded", {})
 
 
 @pytest.mark.parametrize("on", TYPES)
